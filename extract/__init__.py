@@ -1,0 +1,1 @@
+"""Stage 2: prompts -> a real SGLang server -> captured hidden states -> shards."""

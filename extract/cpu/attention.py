@@ -1,0 +1,193 @@
+"""Attention over SGLang's paged KV cache, in plain PyTorch: the two operators its `intel_amx` backend calls.
+
+Heads attend in groups (GQA, and MLA as one group); values may be narrower than keys (MLA). A slot of
+the KV pool holds one token: `req_to_token[req_pool_indices[b], i]` is the slot of token i of request b.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+SCHEMAS = (
+    "extend_attention_cpu(Tensor q, Tensor? k, Tensor? v, Tensor(a!) o, Tensor k_buffer, Tensor v_buffer, "
+    "float k_scale, float v_scale, Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, "
+    "Tensor extend_seq_lens, Tensor extend_start_loc, int max_len_extend, float sm_scale, float logit_cap, "
+    "bool is_cross_attn, int sliding_window, Tensor? encoder_lens, Tensor? sinks, Tensor? tree_mask, "
+    "bool is_causal) -> ()",
+    "decode_attention_cpu(Tensor q, Tensor(a!) k_buffer, Tensor(b!) v_buffer, float k_scale, float v_scale, "
+    "Tensor(c!) o, Tensor? k, Tensor? v, Tensor loc, Tensor attn_logits, Tensor req_to_token, "
+    "Tensor req_pool_indices, Tensor seq_lens, float sm_scale, float logit_cap, bool is_cross_attn, "
+    "int sliding_window, Tensor? encoder_lens, Tensor? sinks) -> ()",
+)
+_libraries: list[torch.library.Library] = []  # the operators live as long as their library does
+
+
+def register_operators() -> None:
+    """Declares torch.ops.sgl_kernel.{extend,decode}_attention_cpu; once a process."""
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for schema in SCHEMAS:
+        library.define(schema)
+    library.impl("extend_attention_cpu", extend_attention_cpu, "CPU")
+    library.impl("decode_attention_cpu", decode_attention_cpu, "CPU")
+    _libraries.append(library)
+
+
+def extend_attention_cpu(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    o: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    k_scale: float,
+    v_scale: float,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    extend_seq_lens: Tensor,
+    extend_start_loc: Tensor,
+    max_len_extend: int,
+    sm_scale: float,
+    logit_cap: float,
+    is_cross_attn: bool,
+    sliding_window: int,
+    encoder_lens: Tensor | None,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None,
+    is_causal: bool,
+) -> None:
+    """New tokens of each request attend to its cached prefix and to one another; the result is written to `o`.
+
+    q [N, heads, K], k [N, kv_heads * K], v [N, kv_heads * V], o [N, heads, V]: the new tokens of all
+    requests, packed: request b owns extend_seq_lens[b] rows from extend_start_loc[b]. Where k is None
+    the new tokens' keys are in the cache already. seq_lens counts prefix and new tokens.
+    tree_mask: per request [n, n] bool, flat, in place of the causal mask among the new tokens.
+    Raises NotImplementedError for what the models served here do not use.
+    """
+    _refuse(logit_cap=logit_cap, is_cross_attn=is_cross_attn, sliding_window=sliding_window > 0, sinks=sinks is not None)
+    lengths = extend_seq_lens.tolist()
+    requests = [b for b, length in enumerate(lengths) if length]
+    # Equal lengths (a verified draft, equal prompts) go through one call; padding unequal ones would cost more.
+    groups = [requests] if len(set(lengths)) == 1 else [[b] for b in requests]
+    mask_start = 0
+    for group in groups:
+        if not group:
+            continue
+        num_new = lengths[group[0]]
+        rows = extend_start_loc[group].long()[:, None] + torch.arange(num_new)  # [B, n]
+        prefix_lens = seq_lens[group].long() - num_new
+        slots = req_to_token[req_pool_indices[group].long()]  # [B, positions]
+        if k is None:
+            own = slots.gather(1, prefix_lens[:, None] + torch.arange(num_new)).long()
+            new_keys, new_values = k_buffer[own], v_buffer[own]
+        else:
+            new_keys = k.reshape(q.shape[0], -1, q.shape[2])[rows]  # [B, n, kv_heads, K]
+            new_values = v.reshape(q.shape[0], -1, o.shape[2])[rows]
+        keys, values, seen = _with_prefix(
+            new_keys, new_values, k_buffer=k_buffer, v_buffer=v_buffer, slots=slots, prefix_lens=prefix_lens
+        )
+        among = None  # [B or 1, n, n] who sees whom among the new tokens; None: all, or the triangle where causal
+        if tree_mask is not None:
+            count = len(group) * num_new * num_new
+            among = tree_mask.reshape(-1)[mask_start : mask_start + count].view(-1, num_new, num_new).bool()
+            mask_start += count
+        o[rows] = _attend(
+            q[rows], keys, values, seen=seen, among=among, causal=is_causal and among is None, scale=sm_scale
+        )
+
+
+def decode_attention_cpu(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    k_scale: float,
+    v_scale: float,
+    o: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    loc: Tensor,
+    attn_logits: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    sm_scale: float,
+    logit_cap: float,
+    is_cross_attn: bool,
+    sliding_window: int,
+    encoder_lens: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """One new token per request: its key and value are stored at slot loc[b], then it attends to all seq_lens[b].
+
+    q [B, heads, K], k [B, kv_heads * K], v [B, kv_heads * V] or None (then only o is written), o [B, heads, V].
+    attn_logits is scratch space of the C++ kernel and not used.
+    Raises NotImplementedError for what the models served here do not use.
+    """
+    _refuse(logit_cap=logit_cap, is_cross_attn=is_cross_attn, sliding_window=sliding_window > 0, sinks=sinks is not None)
+    if k is not None:
+        k_buffer[loc] = k.reshape(loc.numel(), *k_buffer.shape[1:]).to(k_buffer.dtype)
+        if v is not None:
+            v_buffer[loc] = v.reshape(loc.numel(), *v_buffer.shape[1:]).to(v_buffer.dtype)
+    slots = req_to_token[req_pool_indices.long()]  # [B, positions]
+    no_keys = k_buffer.new_empty(q.shape[0], 0, *k_buffer.shape[1:])
+    no_values = v_buffer.new_empty(q.shape[0], 0, *v_buffer.shape[1:])
+    keys, values, seen = _with_prefix(
+        no_keys, no_values, k_buffer=k_buffer, v_buffer=v_buffer, slots=slots, prefix_lens=seq_lens.long()
+    )
+    o.copy_(_attend(q[:, None], keys, values, seen=seen, among=None, causal=False, scale=sm_scale)[:, 0])
+
+
+def _with_prefix(
+    new_keys: Tensor, new_values: Tensor, *, k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, prefix_lens: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values [B, P + n, kv_heads, .] with the cached prefix first, and which of the P are real.
+
+    P is the longest prefix of the group. Returns seen [B, P] bool, None where there is no prefix.
+    """
+    longest = int(prefix_lens.max())
+    if longest == 0:
+        return new_keys, new_values, None
+    seen = torch.arange(longest) < prefix_lens[:, None]
+    cached = slots[:, :longest].long().where(seen, slots[:, :1].long())  # padding reads a real slot, never a stale one
+    keys = torch.cat([k_buffer[cached].to(new_keys.dtype), new_keys], dim=1)
+    values = torch.cat([v_buffer[cached].to(new_values.dtype), new_values], dim=1)
+    return keys, values, seen
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    seen: Tensor | None,
+    among: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """q [B, n, heads, K] on keys [B, P + n, kv_heads, K] and values [B, P + n, kv_heads, V] -> [B, n, heads, V]."""
+    num_requests, num_new = q.shape[:2]
+    mask = None
+    if seen is not None or among is not None:
+        if causal:
+            among, causal = torch.ones(1, num_new, num_new, dtype=torch.bool).tril(), False
+        mask = torch.ones(num_requests, 1, num_new, keys.shape[1], dtype=torch.bool)  # [B, 1, n, P + n]
+        num_prefix = 0
+        if seen is not None:
+            num_prefix = seen.shape[1]
+            mask[..., :num_prefix] = seen[:, None, None]
+        if among is not None:
+            mask[..., num_prefix:] = among[:, None]
+    q, keys, values = (x.transpose(1, 2).to(q.dtype) for x in (q, keys, values))
+    attended = scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
+    )
+    return attended.transpose(1, 2)
+
+
+def _refuse(**features: object) -> None:
+    """NotImplementedError naming the features that are asked for."""
+    asked = [name for name, value in features.items() if value is not None and value]
+    if asked:
+        raise NotImplementedError(f"extract/cpu/attention.py does not do {asked}: serve this model on a GPU")

@@ -1,0 +1,60 @@
+"""Installs the shim in this process: the `sgl_kernel` module, and the schemas that torchvision's import insists on."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+
+from extract.cpu import attention, eagle, kv
+
+# What SGLang imports from sgl_kernel on a CPU, by the file that says it.
+KERNELS = (
+    kv.copy_all_layer_kv_cache_cpu,
+    kv.assign_req_to_token_pool_cpu,
+    kv.assign_extend_cache_locs_cpu,
+    kv.assign_draft_cache_locs_contiguous_cpu,
+    kv.build_draft_decode_metadata_cpu,
+    eagle.fill_bonus_tokens_cpu,
+    eagle.fill_accept_out_cache_loc_cpu,
+    eagle.rotate_input_ids_cpu,
+    eagle.build_tree_kernel_efficient_cpu,
+    eagle.verify_tree_greedy_cpu,
+)
+
+
+def install() -> None:
+    """Makes `import sglang` and its CPU server work here; a second call, or a real sgl_kernel, changes nothing."""
+    if "sgl_kernel" in sys.modules:
+        return
+    module = types.ModuleType("sgl_kernel", "SGLang's CPU kernels in plain PyTorch (Eyas)")
+    module.__version__ = "0.0.0+eyas"
+    module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", loader=None)
+    for kernel in KERNELS:
+        setattr(module, kernel.__name__, kernel)
+    attention.register_operators()
+    sys.modules["sgl_kernel"] = module
+    sys.meta_path.insert(0, _TorchvisionSchemas())
+
+
+class _TorchvisionSchemas(importlib.abc.MetaPathFinder):
+    """Declares torchvision's operators just before it is imported, where its own C++ library cannot load.
+
+    The wheel on PyPI is linked against CUDA. With a CPU build of PyTorch its operators stay
+    undeclared, and `import torchvision` fails as it describes their outputs.
+    """
+
+    library: object = None  # torch.library.Library: declarations live as long as it does
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname != "torchvision":
+            return None
+        sys.meta_path.remove(self)
+        import torch
+
+        if torch.version.cuda is None:
+            _TorchvisionSchemas.library = library = torch.library.Library("torchvision", "DEF")
+            for name in ("nms", "qnms"):
+                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return None
