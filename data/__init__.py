@@ -1,0 +1,1 @@
+"""LEAF: the record, the shard, and everything read from them."""

@@ -1,0 +1,223 @@
+"""What every stage shares with Hydra: typed configuration, one-line errors, summary.json."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import json
+import os
+import sys
+import time
+import typing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Callable, TypeVar
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigKeyError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+Config = TypeVar("Config")
+
+TARGET_SOURCES = ("smollm2", "tiny_llama", "tiny_qwen3", "tiny_deepseek")
+WEIGHT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass
+class TargetConfig:
+    """The model that is to be sped up, as one YAML of conf/target/ describes it.
+
+    name               short name, goes into shards and checkpoints
+    path               Hugging Face folder
+    source             null: the folder must exist; else what data/embedded.py makes it from, once
+    boundaries         where the residual stream is captured: after that many decoder blocks, ascending
+    dtype              of the weights on disk, when data/embedded.py makes them
+    trust_remote_code  the target's tokenizer or config is Python code in its folder (Kimi)
+    """
+
+    name: str
+    path: str
+    source: str | None
+    boundaries: list[int]
+    dtype: str
+    trust_remote_code: bool
+
+    def __post_init__(self) -> None:
+        known = self.source is None or self.source in TARGET_SOURCES
+        require(known, "target.source", self.source, f"null or one of {', '.join(TARGET_SOURCES)}")
+        require(self.dtype in WEIGHT_DTYPES, "target.dtype", self.dtype, f"one of {', '.join(WEIGHT_DTYPES)}")
+        ascending = all(a < b for a, b in zip(self.boundaries, self.boundaries[1:]))
+        valid = bool(self.boundaries) and ascending and self.boundaries[0] >= 0
+        require(valid, "target.boundaries", self.boundaries, "ascending numbers from 0, like [2, 15, 27]")
+
+
+@dataclass
+class DataConfig:
+    """Stage 1, conversations to tokenized prompts. YAML: conf/data.yaml.
+
+    conversations        file, one JSON object a line, see data/conversations.py
+    out                  folder to write
+    max_tokens           longest conversation kept, tokens; null: the target's context
+    cut_long             cut what is longer to max_tokens instead of refusing it
+    min_supervised       fewest supervised tokens of a conversation that is kept
+    validation_fraction  0 .. 1, of the conversations, by the hash of their id
+    rewritten_history    refuse | last_turn: what to do when the template renders an earlier answer
+                         differently once the conversation goes on (dropped thinking)
+    template_options     extra variables of the chat template, like {enable_thinking: true}
+    """
+
+    target: TargetConfig
+    conversations: str
+    out: str
+    max_tokens: int | None
+    cut_long: bool
+    min_supervised: int
+    validation_fraction: float
+    rewritten_history: str
+    template_options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        fraction, rewritten = self.validation_fraction, self.rewritten_history
+        require(self.max_tokens is None or self.max_tokens >= 2, "max_tokens", self.max_tokens, "null or at least 2")
+        require(self.min_supervised >= 1, "min_supervised", self.min_supervised, "at least 1 token")
+        require(0 <= fraction < 1, "validation_fraction", fraction, "a share, 0 <= share < 1")
+        require(rewritten in ("refuse", "last_turn"), "rewritten_history", rewritten, "refuse or last_turn")
+
+
+def require(condition: bool, name: str, found: Any, expected: str) -> None:
+    """ValueError that names the option, what it is and what it may be, unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{name}={found}: expected {expected}")
+
+
+def typed(cls: type[Config], cfg: DictConfig) -> Config:
+    """`cfg` as an instance of the dataclass `cls`, whose __post_init__ has checked the values.
+
+    Raises ValueError for a key that `cls` does not have, a value of the wrong type, and a value that
+    the command line had to give and did not.
+    """
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), cfg))
+    except OmegaConfBaseException as error:
+        raise ValueError(_explain(error, known=_keys(cls))) from error
+
+
+def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], None]]:
+    """Decorator of a stage's `main(config: SomeConfig) -> dict`: Hydra around it, a clear end after it.
+
+    The configuration is conf/<config_name>.yaml, checked against the annotation of the argument. The
+    returned dict is the summary: written to <out>/summary.json and printed in the last line (its
+    `line` as is, where it has one). A user's error is one line `error: ...` and exit status 2;
+    EYAS_TRACE=1 shows the whole trace. On ranks above 0 nothing is printed or written.
+    """
+
+    def decorate(function: Callable[[Any], dict]) -> Callable[[], None]:
+        config_class = next(iter(typing.get_type_hints(function).values()))
+        config_folder = Path(__file__).resolve().parent.parent / "conf"
+
+        # not functools.wraps: Hydra would unwrap it and look for the YAML beside the stage's file
+        def job(cfg: DictConfig) -> None:
+            started = time.monotonic()
+            config = typed(config_class, cfg)
+            summary = function(config)
+            summary = {"stage": config_name, **summary}
+            summary.setdefault("seconds", round(time.monotonic() - started, 2))
+            if int(os.environ.get("RANK", "0")) == 0:
+                _finish(Path(config.out), summary)
+
+        @functools.wraps(function)
+        def main() -> None:
+            if int(os.environ.get("RANK", "0")) > 0:
+                sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=stdout", "hydra/hydra_logging=none"]
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing: this function prints
+            try:
+                hydra.main(version_base=None, config_path=str(config_folder), config_name=config_name)(job)()
+            except (ValueError, FileNotFoundError, HydraException, OmegaConfBaseException) as error:
+                if os.environ.get("EYAS_TRACE") == "1":
+                    raise
+                print(f"error: {_explain(error, known=_keys(config_class))}", file=sys.stderr)
+                sys.exit(2)
+
+        return main
+
+    return decorate
+
+
+def fingerprint(*parts: Any) -> str:
+    """Hex digest of the inputs of a stage: JSON values as they are, the bytes of every Path."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Path):
+            with part.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        else:
+            digest.update(json.dumps(part, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:32]
+
+
+def finished(out: Path, inputs: str) -> dict | None:
+    """The summary that an earlier run left in `out`, if its `fingerprint` equals `inputs`."""
+    try:
+        summary = json.loads((out / "summary.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return summary if isinstance(summary, dict) and summary.get("fingerprint") == inputs else None
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """`content` under `path`, complete or not at all: temporary name, fsync, rename.
+
+    Raises ValueError if the disk is full or the folder cannot be written; the temporary file is removed.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ValueError(f"cannot write {path}: {error.strerror}; free some space or choose another out=") from error
+
+
+def _finish(out: Path, summary: dict) -> None:
+    line = summary.pop("line", None) or ", ".join(f"{k} {v}" for k, v in summary.items() if isinstance(v, (int, float)))
+    path = out / "summary.json"
+    write_atomically(path, json.dumps(summary, indent=1) + "\n")
+    print(f"{summary['stage']}: {line} (summary: {path})", flush=True)
+
+
+def _keys(cls: type, prefix: str = "") -> list[str]:
+    """Every option of a config dataclass, dotted."""
+    keys = []
+    hints = typing.get_type_hints(cls)
+    for field in fields(cls):
+        keys.append(prefix + field.name)
+        if hasattr(hints[field.name], "__dataclass_fields__"):
+            keys += _keys(hints[field.name], f"{prefix}{field.name}.")
+    return keys
+
+
+def _explain(error: Exception, *, known: list[str]) -> str:
+    """The error in one line, in the words of the command line."""
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    key = getattr(cause, "full_key", None)
+    if isinstance(cause, (MissingMandatoryValue, InterpolationToMissingValueError)):
+        if key and key.startswith("hydra."):  # hydra.run.dir is ${out}
+            key = "out"
+        return f"{key}=... is missing: give it on the command line, see --help"
+    if isinstance(cause, ConfigKeyError) and key:
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        return f"there is no option {key}: {hint}"
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip() and "object_type=" not in line)
+    return text.replace("full_key:", "in option")
