@@ -7,6 +7,9 @@
 #
 # PYTHON=python3.12 picks the interpreter; PLATFORM=cpu installs the CPU packages even where a GPU is found.
 
+SHELL       := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
 PYTHON   ?= python3
 VENV     ?= .venv
 PLATFORM ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
@@ -31,12 +34,16 @@ clean:
 	rm -rf outputs/quickstart
 
 # The stamp is written last, so that an interrupted installation is taken up again by the next make.
+# pip's whole output goes to install.log; the screen shows what is downloaded, built, or wrong.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+LOG := 2>&1 | tee -a $(VENV)/install.log | sed -un 's/^ *\(Downloading .*\|Building wheel for [^ ]*\) *.*/   \1/p; /^ *\(ERROR\|error\|×\|hint\)/p'
+
 $(INSTALLED): pyproject.toml $(LISTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"error: Python 3.11 or newer is needed, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	@test -x $(BIN)/python || { echo "== making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
-	@echo "== installing the $(PLATFORM) packages into $(VENV), once (a few minutes)"
-	@$(BIN)/python -m pip install --disable-pip-version-check $(PINS) -r requirements/$(PLATFORM).txt
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/$(PLATFORM)-no-deps.txt
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@echo "== installing the $(PLATFORM) packages into $(VENV), once (a few minutes; all of it in $(VENV)/install.log)"
+	@$(PIP) $(PINS) -r requirements/$(PLATFORM).txt $(LOG)
+	@$(PIP) --no-deps -r requirements/$(PLATFORM)-no-deps.txt $(LOG)
+	@$(PIP) --no-deps --no-build-isolation --editable . $(LOG)
 	@date > $@
 	@echo "== installed: $$(du -sh $(VENV) | cut -f1)"
