@@ -1,0 +1,166 @@
+"""The golden rules of docs/design.md, "Alignment", enumerated by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.packs import DRAFT_VOCAB, HIDDEN, pack_of, small_drafter, small_target
+from train.attention import Documents, dense
+from train.loss import Teacher
+from train.target import Target
+from train.unroll import TrainingTimeTest, counted_rows, unroll
+
+# x_0 .. x_7: a user's turn, an answer of three tokens, a user's token, an answer of one token
+CONVERSATION = ([10, 11, 12, 13, 14, 15, 16, 17], [0, 0, 0, 1, 1, 1, 0, 1])
+SECOND = ([20, 21, 22, 23], [0, 1, 1, 1])
+
+
+class Spy(torch.nn.Module):
+    """Stands where the drafter stands and writes down what every row reads.
+
+    Its feature holds a number per row: the row's first aux value at depth 0, and 1000 more at each depth.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(1, 1, bias=False).double()
+        self.target_ids = torch.arange(DRAFT_VOCAB) * 2
+        self.lm_head = lambda normed: torch.zeros(normed.shape[0], DRAFT_VOCAB)
+        self.seen = []
+
+    def project(self, aux):
+        return aux[:, :1]
+
+    def forward(self, embedding, feature, *, positions, attention):
+        self.seen.append((embedding[:, 0].tolist(), feature[:, 0].tolist(), positions.tolist()))
+        return feature, feature + 1000
+
+
+def test_every_row_and_depth_reads_what_the_table_says():
+    batch = pack_of([CONVERSATION, SECOND])
+    # the embedding of token t is t itself, so that the spy can read the token
+    embedding = torch.arange(64, dtype=torch.float64)[:, None].expand(64, HIDDEN)
+    target = Target(embedding=embedding, final_norm=torch.ones(HIDDEN), head=embedding, config={})
+    spy = Spy()
+    list(unroll(spy, target, batch, depths=3, attention=dense))
+    aux = batch.aux[:, 0].tolist()
+    # row:            0   1   2   3   4   5   6   7 |  0   1   2   3        (rows of the two documents)
+    tokens_read = [
+        [11, 12, 13, 14, 15, 16, 17, None, 21, 22, 23, None],  # depth 0: x_{p+1}
+        [12, 13, 14, 15, 16, 17, None, None, 22, 23, None, None],  # depth 1: x_{p+2}
+        [13, 14, 15, 16, 17, None, None, None, 23, None, None, None],  # depth 2: x_{p+3}
+    ]
+    rotary_positions = [
+        [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3],
+        [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4],
+        [2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4, 5],
+    ]
+    for depth, (tokens, features, positions) in enumerate(spy.seen):
+        for row, expected in enumerate(tokens_read[depth]):
+            if expected is not None:  # None: x_{p+1+k} does not exist, and nothing counts the row
+                assert tokens[row] == expected, (depth, row)
+        assert features == pytest.approx([x + 1000 * depth for x in aux]), "fc(aux_p) first, its own output after"
+        assert positions == rotary_positions[depth]
+
+
+def test_a_row_counts_when_all_it_predicts_is_the_assistants_and_exists():
+    batch = pack_of([CONVERSATION, SECOND])
+    counted = [rows.long().tolist() for rows in counted_rows(batch, depths=4)]
+    # row:       0  1  2  3  4  5  6  7   0  1  2  3
+    assert counted == [
+        [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0],  # x_{p+2}
+        [0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0],  # x_{p+2} and x_{p+3}
+        [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],  # x_{p+2} .. x_{p+4}
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+
+
+def test_the_teacher_of_row_p_at_depth_k_is_the_target_at_p_plus_1_plus_k():
+    """A head that is the identity lets the teacher's own logits say which row they come from."""
+    last = torch.arange(8.0)[:, None] * torch.eye(1, HIDDEN)  # row p holds p in its first place
+    teacher = Teacher.of(last, torch.eye(HIDDEN), target_ids=torch.tensor([0, 1]))
+    for depth in range(3):
+        assert teacher.ahead(1 + depth).logits[:5, 0].tolist() == [p + 1 + depth for p in range(5)]
+
+
+def test_a_row_sees_its_past_at_depth_0_and_its_own_drafts_and_nothing_else():
+    """Equal scores everywhere: the output is the mean of the visible values, each a place of its own."""
+    batch = pack_of([CONVERSATION, SECOND])
+    rows, depths = batch.num_tokens, 3
+    query = torch.zeros(rows, 1, rows * depths)
+    keys = [torch.zeros(rows, 1, rows * depths) for _ in range(depths)]
+    places = torch.eye(rows * depths).reshape(depths, rows, 1, rows * depths)  # value of (depth, row)
+    seen = dense(query, keys, list(places), Documents.of(batch))[:, 0].reshape(rows, depths, rows) > 0
+    for row in range(rows):
+        first = 0 if row < 8 else 8
+        expected = {(0, past) for past in range(first, row + 1)} | {(1, row), (2, row)}
+        assert {tuple(x) for x in seen[row].nonzero().tolist()} == expected
+
+
+@pytest.mark.parametrize("flags", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}])
+def test_packed_equals_unpacked(flags):
+    """Loss and every gradient of five conversations, in one pack or one by one, in float64."""
+    generator = torch.Generator().manual_seed(5)
+    documents = []
+    for length in (9, 1, 14, 5, 2):
+        tokens = torch.randint(0, 64, (length,), generator=generator).tolist()
+        documents.append((tokens, (torch.rand(length, generator=generator) < 0.7).long().tolist()))
+    packed = pack_of(documents)
+    counts = torch.stack([rows.sum() for rows in counted_rows(packed, depths=4)]).double()
+    results = []
+    for packs in ([packed], [pack_of([document]) for document in documents]):
+        target = small_target()
+        model = TrainingTimeTest(small_drafter(target, **flags), target, depths=4, gamma=0.8, attention=dense)
+        loss = sum(model(batch, counts)[0] for batch in packs)
+        loss.backward()
+        results.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
+    (loss, gradients), (loss_alone, gradients_alone) = results
+    assert loss == pytest.approx(loss_alone, rel=1e-9)
+    for name, gradient in gradients.items():
+        assert gradient.abs().sum() > 0, name
+        torch.testing.assert_close(gradient, gradients_alone[name], rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_metrics_count_a_chain_only_as_far_as_it_is_right():
+    """acc_1 has in its denominator the rows that depth 0 got right, not all of them."""
+    target = small_target()
+    batch = pack_of([(list(range(20)), [1] * 20)])
+    model = TrainingTimeTest(small_drafter(target), target, depths=3, gamma=0.8, attention=dense)
+    _, sums = model(batch, torch.tensor([18.0, 17.0, 16.0]))
+    counted, _, reached, hits, _ = sums.values.tolist()
+    assert counted == [18, 17, 16]
+    assert reached[0] == 18
+    assert reached[1] <= hits[0] and reached[2] <= hits[1]
+
+
+def test_padding_changes_nothing():
+    """A padding document of garbage, which nothing supervises."""
+    target, documents = small_target(), [CONVERSATION, SECOND]
+    padded = pack_of([*documents, ([0] * 6, [0] * 6)])
+    counts = torch.tensor([5.0, 3.0])
+    losses = [
+        TrainingTimeTest(small_drafter(target), target, depths=2, gamma=0.8, attention=dense)(batch, counts)[0].item()
+        for batch in (pack_of(documents), padded)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_a_pack_that_nothing_counts_still_has_gradients_of_zero():
+    """A rank with an empty pack must take part in the reduction, not hang it."""
+    target = small_target()
+    drafter = small_drafter(target)
+    model = TrainingTimeTest(drafter, target, depths=2, gamma=0.8, attention=dense)
+    loss, _ = model(pack_of([([1, 2, 3], [0, 0, 0])]), torch.tensor([5.0, 5.0]))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in drafter.parameters())
+
+
+def test_drafts_are_named_by_the_targets_ids():
+    """small_drafter can say even tokens only."""
+    target = small_target()
+    outputs = list(unroll(small_drafter(target), target, pack_of([CONVERSATION]), depths=2, attention=dense))
+    assert [output.depth for output in outputs] == [0, 1]
+    assert all((output.tokens % 2 == 0).all() for output in outputs)
+    assert outputs[0].logits.shape == (8, DRAFT_VOCAB)

@@ -1,0 +1,192 @@
+"""Evaluate: what a drafter will do when it serves, measured without a server.
+
+    python train/evaluate.py target=smollm2_135m drafter=RUN/export shards=SHARDS
+
+tau is exact for greedy answers of the target: an accepted draft equals the token that stands in the
+record, so that walking the record is the same as decoding. `greedy_share` says how true that is of the
+data: the share of supervised tokens that are the target's own most likely ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data.config import stage
+from data.batch import Batch
+from data.embedded import ensure_target
+from data.packing import pack
+from data.shards import ShardReader
+from data.stream import PackDataset
+from train import attention
+from train.config import EvaluateConfig
+from train.export import load_drafter
+from train.loss import Teacher, acceptance
+from train.metrics import DepthSums, Walk, walk
+from train.model import Drafter
+from train.target import Target, check_shards
+from train.unroll import counted_rows, unroll
+
+LENGTH_BUCKETS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+@dataclass(frozen=True)
+class DocumentScore:
+    """One document's share of every metric; scores of any selection add up.
+
+    sums    [5, K] as in metrics.DepthSums    walk  its generations, served on paper
+    greedy  supervised tokens that are the target's most likely ones, of `supervised` tokens
+    """
+
+    source: str
+    length: int
+    sums: Tensor
+    walk: Walk
+    greedy: int
+    supervised: int
+
+
+@torch.no_grad()
+def score_batch(
+    drafter: Drafter, target: Target, batch: Batch, *, depths: int, attend: attention.TTTAttention
+) -> list[DocumentScore]:
+    """Scores of the batch's documents, in its order; the padding, which has no id, gives none."""
+    teacher = Teacher.of(batch.last, target.head, target_ids=drafter.target_ids)
+    counted = counted_rows(batch, depths=depths)
+    right_so_far = torch.ones_like(batch.loss_mask)
+    right, columns = [], []
+    for output in unroll(drafter, target, batch, depths=depths, attention=attend):
+        k = output.depth
+        ahead = teacher.ahead(1 + k)
+        hits, reached = output.tokens == ahead.top1, counted[k] & right_so_far
+        log_q, p = output.logits.float().log_softmax(-1), ahead.logits.softmax(-1)
+        columns.append(
+            torch.stack(
+                [
+                    counted[k].float(),
+                    torch.where(counted[k], -(p * log_q).sum(-1), 0.0),
+                    reached.float(),
+                    (reached & hits).float(),
+                    torch.where(counted[k], acceptance(output.logits, ahead), 0.0),
+                ]
+            )
+        )  # [5, T]
+        right_so_far = right_so_far & hits
+        right.append(output.tokens == batch.tokens.roll(-2 - k, 0))
+    per_row = torch.stack(columns, dim=-1).double().cpu()  # [5, T, K]
+    right_rows = torch.stack(right, dim=-1).cpu().numpy()  # [T, K]
+    mask = batch.loss_mask.cpu()
+    greedy = mask & (batch.tokens == teacher.top1.roll(1, 0)).cpu() & (batch.positions > 0).cpu()
+    edges = batch.cu_seqlens.tolist()
+    return [
+        DocumentScore(
+            source=source,
+            length=stop - start,
+            sums=per_row[:, start:stop].sum(1),
+            walk=walk(right_rows[start:stop], mask[start:stop].numpy()),
+            greedy=int(greedy[start:stop].sum()),
+            supervised=int(mask[start:stop].sum()),
+        )
+        for source, start, stop in zip(batch.sources, edges, edges[1:], strict=False)
+    ]
+
+
+def score_reader(
+    drafter: Drafter,
+    target: Target,
+    reader: ShardReader,
+    *,
+    depths: int,
+    attend: attention.TTTAttention,
+    tokens_per_pack: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> list[DocumentScore]:
+    """Scores of this rank's share of `reader`: whole packs, no collective inside, so ranks need not be even."""
+    packs = pack(reader.lengths, budget=tokens_per_pack)[rank::num_ranks]
+    dataset = PackDataset(reader, packs, pad_to=None)
+    device = target.head.device
+    was_training = drafter.training
+    drafter.eval()
+    scores = [
+        score
+        for i in progress(range(len(dataset)))
+        for score in score_batch(drafter, target, dataset[i].to(device), depths=depths, attend=attend)
+    ]
+    drafter.train(was_training)
+    return scores
+
+
+def summarize(scores: list[DocumentScore], *, depths: int) -> dict:
+    """{"tau", "acc", "alpha", "loss", "accept_histogram", "greedy_share", "documents", "steps"} of a selection."""
+    sums = sum((DepthSums(score.sums) for score in scores), DepthSums.zeros(depths, device="cpu"))
+    walked = sum((score.walk for score in scores), Walk.empty(depths))
+    supervised = sum(score.supervised for score in scores)
+    return {
+        "tau": walked.tau,
+        **sums.means(),
+        "accept_histogram": list(walked.histogram),
+        "greedy_share": sum(score.greedy for score in scores) / supervised if supervised else float("nan"),
+        "documents": len(scores),
+        "steps": walked.steps,
+    }
+
+
+def _bucket(length: int) -> str:
+    index = int(np.searchsorted(LENGTH_BUCKETS, length))
+    return f"<={LENGTH_BUCKETS[index]}" if index < len(LENGTH_BUCKETS) else f">{LENGTH_BUCKETS[-1]}"
+
+
+def _grouped(scores: list[DocumentScore], key: Callable[[DocumentScore], str], *, depths: int) -> dict[str, dict]:
+    groups: dict[str, list[DocumentScore]] = {}
+    for score in scores:
+        groups.setdefault(key(score), []).append(score)
+    return {name: summarize(group, depths=depths) for name, group in sorted(groups.items())}
+
+
+@stage("evaluate")
+def main(config: EvaluateConfig) -> dict:
+    device = "cuda" if config.device == "auto" and torch.cuda.is_available() else config.device.replace("auto", "cpu")
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    target_path = ensure_target(config.target)
+    drafter, exported = load_drafter(Path(config.drafter))
+    reader = ShardReader(Path(config.shards), split=config.split)
+    check_shards(reader, target_path, name=exported["eyas"]["target"], boundaries=exported["eyas"]["boundaries"])
+    target = Target.load(target_path, device=device, dtype=dtype)
+    depths = config.depths or exported["eyas"]["depths"]
+    scores = score_reader(
+        drafter.to(device=device, dtype=dtype),
+        target,
+        reader,
+        depths=depths,
+        attend=attention.choose("dense"),
+        tokens_per_pack=config.tokens_per_pack,
+        progress=lambda packs: tqdm(packs, desc="evaluate", unit="pack", delay=2),
+    )
+    overall = summarize(scores, depths=depths)
+    by_source = _grouped(scores, lambda s: s.source, depths=depths)
+    for name, group in by_source.items():
+        print(f"  {name:>16}  tau {group['tau']:.3f}  acc {' '.join(f'{x:.3f}' for x in group['acc'])}")
+    return {
+        **overall,
+        "depths": depths,
+        "by_source": by_source,
+        "by_length": _grouped(scores, lambda s: _bucket(s.length), depths=depths),
+        "line": f"tau({depths}) {overall['tau']:.3f} on {overall['documents']} documents, "
+        f"{100 * overall['greedy_share']:.1f} % of their tokens are the target's own first choice",
+    }
+
+
+if __name__ == "__main__":
+    main()
