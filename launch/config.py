@@ -1,0 +1,83 @@
+"""What the launchers are told: types, units and checks. The defaults stand in conf/{bench,serve,quickstart}.yaml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data.config import TargetConfig, require
+from extract.config import EngineConfig, ServerConfig
+
+
+@dataclass
+class BenchConfig:
+    """One drafter on a live server, against the same server without it. YAML: conf/bench.yaml.
+
+    drafter         folder that train/export.py wrote
+    prompts         what data/main.py wrote (its validation split is used), or a conversation file
+    max_new_tokens  longest answer; null: as long as the answer that the prompt came with
+    limit           use only the first so many prompts; null: all
+    concurrency     requests in flight
+    num_drafts      drafts a step; null: as many depths as the drafter was trained for
+    baseline        also run without drafting, and compare the outputs token by token
+    """
+
+    target: TargetConfig
+    drafter: str
+    prompts: str
+    out: str
+    max_new_tokens: int | None
+    limit: int | None
+    concurrency: int
+    num_drafts: int | None
+    baseline: bool
+    engine: EngineConfig
+    server: ServerConfig
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens is None or self.max_new_tokens >= 2, "max_new_tokens", self.max_new_tokens,
+                "null, or at least 2 (the first token needs no draft)")  # fmt: skip
+        require(self.limit is None or self.limit >= 1, "limit", self.limit, "null or at least 1")
+        require(self.concurrency >= 1, "concurrency", self.concurrency, "at least 1")
+        require(self.num_drafts is None or self.num_drafts >= 1, "num_drafts", self.num_drafts, "null or at least 1")
+
+
+@dataclass
+class ServeConfig:
+    """A target with its drafter, in the foreground. YAML: conf/serve.yaml.
+
+    num_drafts  drafts a step; null: as many depths as the drafter was trained for
+    probe       check the wiring before serving
+    """
+
+    target: TargetConfig
+    drafter: str
+    out: str
+    num_drafts: int | None
+    probe: bool
+    engine: EngineConfig
+    server: ServerConfig
+
+    def __post_init__(self) -> None:
+        require(self.num_drafts is None or self.num_drafts >= 1, "num_drafts", self.num_drafts, "null or at least 1")
+
+
+@dataclass
+class QuickstartConfig:
+    """The whole way once, on one machine. YAML: conf/quickstart.yaml.
+
+    conversations  file, one JSON object a line
+    experiment     of conf/experiment/, for train/main.py
+    extra          more options for a stage, by its name: {train: ["epochs=2"]}
+    """
+
+    target: TargetConfig
+    conversations: str
+    out: str
+    experiment: str
+    validation_fraction: float
+    extra: dict[str, list[str]]
+
+    def __post_init__(self) -> None:
+        stages = ("data", "extract", "train", "evaluate", "bench")
+        unknown = sorted(set(self.extra) - set(stages))
+        require(not unknown, "extra", unknown, f"stages: {', '.join(stages)}")
