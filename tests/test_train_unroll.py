@@ -16,6 +16,15 @@ CONVERSATION = ([10, 11, 12, 13, 14, 15, 16, 17], [0, 0, 0, 1, 1, 1, 0, 1])
 SECOND = ([20, 21, 22, 23], [0, 1, 1, 1])
 
 
+def documents_of(batch, *, bucket=1):
+    return Documents.of(batch, counted=counted_rows(batch, depths=1)[0], bucket=bucket)
+
+
+def loss_of(model, batch, counts):
+    counted = counted_rows(batch, depths=model.depths)
+    return model(batch, Documents.of(batch, counted=counted[0]), counted, torch.as_tensor(counts))
+
+
 class Spy(torch.nn.Module):
     """Stands where the drafter stands and writes down what every row reads.
 
@@ -32,8 +41,9 @@ class Spy(torch.nn.Module):
     def project(self, aux):
         return aux[:, :1]
 
-    def forward(self, embedding, feature, *, positions, attention):
+    def forward(self, embedding, feature, *, positions, attention, active):
         self.seen.append((embedding[:, 0].tolist(), feature[:, 0].tolist(), positions.tolist()))
+        feature = feature if active is None else feature[active]
         return feature, feature + 1000
 
 
@@ -43,8 +53,10 @@ def test_every_row_and_depth_reads_what_the_table_says():
     embedding = torch.arange(64, dtype=torch.float64)[:, None].expand(64, HIDDEN)
     target = Target(embedding=embedding, final_norm=torch.ones(HIDDEN), head=embedding, config={})
     spy = Spy()
-    list(unroll(spy, target, batch, depths=3, attention=dense))
+    list(unroll(spy, target, batch, documents_of(batch), depths=3, attention=dense))
     aux = batch.aux[:, 0].tolist()
+    # the rows that ask, and go on to depth 1: from each document's first counted row to its end
+    assert documents_of(batch).active.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     # row:            0   1   2   3   4   5   6   7 |  0   1   2   3        (rows of the two documents)
     tokens_read = [
         [11, 12, 13, 14, 15, 16, 17, None, 21, 22, 23, None],  # depth 0: x_{p+1}
@@ -57,11 +69,13 @@ def test_every_row_and_depth_reads_what_the_table_says():
         [2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4, 5],
     ]
     for depth, (tokens, features, positions) in enumerate(spy.seen):
-        for row, expected in enumerate(tokens_read[depth]):
+        rows = range(12) if depth == 0 else range(1, 12)
+        for row, token in zip(rows, tokens, strict=True):
+            expected = tokens_read[depth][row]
             if expected is not None:  # None: x_{p+1+k} does not exist, and nothing counts the row
-                assert tokens[row] == expected, (depth, row)
-        assert features == pytest.approx([x + 1000 * depth for x in aux]), "fc(aux_p) first, its own output after"
-        assert positions == rotary_positions[depth]
+                assert token == expected, (depth, row)
+        assert features == pytest.approx([aux[row] + 1000 * depth for row in rows]), "fc(aux_p), then its own output"
+        assert positions == [rotary_positions[depth][row] for row in rows]
 
 
 def test_a_row_counts_when_all_it_predicts_is_the_assistants_and_exists():
@@ -81,21 +95,26 @@ def test_the_teacher_of_row_p_at_depth_k_is_the_target_at_p_plus_1_plus_k():
     last = torch.arange(8.0)[:, None] * torch.eye(1, HIDDEN)  # row p holds p in its first place
     teacher = Teacher.of(last, torch.eye(HIDDEN), target_ids=torch.tensor([0, 1]))
     for depth in range(3):
-        assert teacher.ahead(1 + depth).logits[:5, 0].tolist() == [p + 1 + depth for p in range(5)]
+        assert teacher.seen_from(torch.arange(5), ahead=1 + depth).logits[:, 0].tolist() == [
+            p + 1 + depth for p in range(5)
+        ]
 
 
 def test_a_row_sees_its_past_at_depth_0_and_its_own_drafts_and_nothing_else():
     """Equal scores everywhere: the output is the mean of the visible values, each a place of its own."""
     batch = pack_of([CONVERSATION, SECOND])
     rows, depths = batch.num_tokens, 3
-    query = torch.zeros(rows, 1, rows * depths)
-    keys = [torch.zeros(rows, 1, rows * depths) for _ in range(depths)]
+    documents = documents_of(batch)
+    active = documents.active.tolist()
     places = torch.eye(rows * depths).reshape(depths, rows, 1, rows * depths)  # value of (depth, row)
-    seen = dense(query, keys, list(places), Documents.of(batch))[:, 0].reshape(rows, depths, rows) > 0
-    for row in range(rows):
+    values = [places[0], places[1][active], places[2][active]]
+    keys = [torch.zeros_like(value) for value in values]
+    query = torch.zeros_like(keys[1])
+    seen = dense(query, keys, values, documents)[:, 0].reshape(len(active), depths, rows) > 0
+    for i, row in enumerate(active):
         first = 0 if row < 8 else 8
         expected = {(0, past) for past in range(first, row + 1)} | {(1, row), (2, row)}
-        assert {tuple(x) for x in seen[row].nonzero().tolist()} == expected
+        assert {tuple(x) for x in seen[i].nonzero().tolist()} == expected
 
 
 @pytest.mark.parametrize("flags", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}])
@@ -107,12 +126,12 @@ def test_packed_equals_unpacked(flags):
         tokens = torch.randint(0, 64, (length,), generator=generator).tolist()
         documents.append((tokens, (torch.rand(length, generator=generator) < 0.7).long().tolist()))
     packed = pack_of(documents)
-    counts = torch.stack([rows.sum() for rows in counted_rows(packed, depths=4)]).double()
+    counts = counted_rows(packed, depths=4).sum(1).double()
     results = []
     for packs in ([packed], [pack_of([document]) for document in documents]):
         target = small_target()
         model = TrainingTimeTest(small_drafter(target, **flags), target, depths=4, gamma=0.8, attention=dense)
-        loss = sum(model(batch, counts)[0] for batch in packs)
+        loss = sum(loss_of(model, batch, counts)[0] for batch in packs)
         loss.backward()
         results.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
     (loss, gradients), (loss_alone, gradients_alone) = results
@@ -127,7 +146,7 @@ def test_metrics_count_a_chain_only_as_far_as_it_is_right():
     target = small_target()
     batch = pack_of([(list(range(20)), [1] * 20)])
     model = TrainingTimeTest(small_drafter(target), target, depths=3, gamma=0.8, attention=dense)
-    _, sums = model(batch, torch.tensor([18.0, 17.0, 16.0]))
+    _, sums = loss_of(model, batch, [18.0, 17.0, 16.0])
     counted, _, reached, hits, _ = sums.values.tolist()
     assert counted == [18, 17, 16]
     assert reached[0] == 18
@@ -139,10 +158,8 @@ def test_padding_changes_nothing():
     target, documents = small_target(), [CONVERSATION, SECOND]
     padded = pack_of([*documents, ([0] * 6, [0] * 6)])
     counts = torch.tensor([5.0, 3.0])
-    losses = [
-        TrainingTimeTest(small_drafter(target), target, depths=2, gamma=0.8, attention=dense)(batch, counts)[0].item()
-        for batch in (pack_of(documents), padded)
-    ]
+    model = TrainingTimeTest(small_drafter(target), target, depths=2, gamma=0.8, attention=dense)
+    losses = [loss_of(model, batch, counts)[0].item() for batch in (pack_of(documents), padded)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
@@ -151,7 +168,7 @@ def test_a_pack_that_nothing_counts_still_has_gradients_of_zero():
     target = small_target()
     drafter = small_drafter(target)
     model = TrainingTimeTest(drafter, target, depths=2, gamma=0.8, attention=dense)
-    loss, _ = model(pack_of([([1, 2, 3], [0, 0, 0])]), torch.tensor([5.0, 5.0]))
+    loss, _ = loss_of(model, pack_of([([1, 2, 3], [0, 0, 0])]), [5.0, 5.0])
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in drafter.parameters())
@@ -160,7 +177,32 @@ def test_a_pack_that_nothing_counts_still_has_gradients_of_zero():
 def test_drafts_are_named_by_the_targets_ids():
     """small_drafter can say even tokens only."""
     target = small_target()
-    outputs = list(unroll(small_drafter(target), target, pack_of([CONVERSATION]), depths=2, attention=dense))
+    batch = pack_of([CONVERSATION])
+    outputs = list(unroll(small_drafter(target), target, batch, documents_of(batch), depths=2, attention=dense))
     assert [output.depth for output in outputs] == [0, 1]
     assert all((output.tokens % 2 == 0).all() for output in outputs)
-    assert outputs[0].logits.shape == (8, DRAFT_VOCAB)
+    assert outputs[0].logits.shape == (7, DRAFT_VOCAB)  # row 0 predicts x_2, which is the user's
+
+
+@pytest.mark.parametrize("bucket, rows", [(1, 11), (4, 12), (64, 12)])
+def test_active_rows_fill_a_bucket_with_rows_of_the_pack(bucket, rows):
+    """Eleven rows ask; a bucket of 4 takes row 0 as well; no bucket asks for more rows than there are."""
+    batch = pack_of([CONVERSATION, SECOND])
+    documents = documents_of(batch, bucket=bucket)
+    assert documents.active.tolist() == list(range(12 - rows, 12))
+    assert documents.cu_query.tolist() == [0, rows - 4, rows]
+
+
+def test_rows_that_ask_without_counting_change_nothing():
+    """The same loss and gradients when every row asks as when only those from the first counted one on do."""
+    batch, target = pack_of([CONVERSATION, SECOND]), small_target()
+    results = []
+    for bucket in (1, 64):
+        model = TrainingTimeTest(small_drafter(target), target, depths=3, gamma=0.8, attention=dense)
+        counted = counted_rows(batch, depths=3)
+        documents = documents_of(batch, bucket=bucket)
+        loss, _ = model(batch, documents, counted, counted.sum(1))
+        loss.backward()
+        results.append([loss] + [p.grad for p in model.parameters()])
+    for few, all_rows in zip(*results, strict=True):
+        torch.testing.assert_close(few, all_rows, rtol=1e-9, atol=1e-12)

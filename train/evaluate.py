@@ -32,7 +32,8 @@ from train import attention
 from train.config import EvaluateConfig
 from train.export import load_drafter
 from train.loss import Teacher, acceptance
-from train.metrics import DepthSums, Walk, walk
+from train.attention import Documents
+from train.metrics import FIELDS, DepthSums, Walk, walk
 from train.model import Drafter
 from train.target import Target, check_shards
 from train.unroll import counted_rows, unroll
@@ -60,31 +61,33 @@ class DocumentScore:
 def score_batch(
     drafter: Drafter, target: Target, batch: Batch, *, depths: int, attend: attention.TTTAttention
 ) -> list[DocumentScore]:
-    """Scores of the batch's documents, in its order; the padding, which has no id, gives none."""
-    teacher = Teacher.of(batch.last, target.head, target_ids=drafter.target_ids)
+    """Scores of the documents of a batch on the CPU, in its order; the padding, which has no id, gives none."""
+    device = target.head.device
     counted = counted_rows(batch, depths=depths)
-    right_so_far = torch.ones_like(batch.loss_mask)
-    right, columns = [], []
-    for output in unroll(drafter, target, batch, depths=depths, attention=attend):
+    documents = Documents.of(batch, counted=counted[0])
+    batch, counted, documents = batch.to(device), counted.to(device), documents.to(device)
+    teacher = Teacher.of(batch.last, target.head, target_ids=drafter.target_ids)
+    active = documents.active
+    per_row = torch.zeros(len(FIELDS), batch.num_tokens, depths, dtype=torch.float64, device=device)
+    right = torch.zeros(batch.num_tokens, depths, dtype=torch.bool, device=device)
+    right_so_far = torch.ones_like(active, dtype=torch.bool)
+    for output in unroll(drafter, target, batch, documents, depths=depths, attention=attend):
         k = output.depth
-        ahead = teacher.ahead(1 + k)
-        hits, reached = output.tokens == ahead.top1, counted[k] & right_so_far
+        rows = counted[k, active]
+        ahead = teacher.seen_from(active, ahead=1 + k)
+        hits, reached = output.tokens == ahead.top1, rows & right_so_far
         log_q, p = output.logits.float().log_softmax(-1), ahead.logits.softmax(-1)
-        columns.append(
-            torch.stack(
-                [
-                    counted[k].float(),
-                    torch.where(counted[k], -(p * log_q).sum(-1), 0.0),
-                    reached.float(),
-                    (reached & hits).float(),
-                    torch.where(counted[k], acceptance(output.logits, ahead), 0.0),
-                ]
-            )
-        )  # [5, T]
+        columns = (
+            rows.double(),
+            torch.where(rows, -(p * log_q).sum(-1), 0.0).double(),
+            reached.double(),
+            (reached & hits).double(),
+            torch.where(rows, acceptance(output.logits, ahead), 0.0).double(),
+        )
+        per_row[:, active, k] = torch.stack(columns)
         right_so_far = right_so_far & hits
-        right.append(output.tokens == batch.tokens.roll(-2 - k, 0))
-    per_row = torch.stack(columns, dim=-1).double().cpu()  # [5, T, K]
-    right_rows = torch.stack(right, dim=-1).cpu().numpy()  # [T, K]
+        right[active, k] = output.tokens == batch.tokens[(active + 2 + k) % batch.num_tokens]
+    per_row, right_rows = per_row.cpu(), right.cpu().numpy()
     mask = batch.loss_mask.cpu()
     greedy = mask & (batch.tokens == teacher.top1.roll(1, 0)).cpu() & (batch.positions > 0).cpu()
     edges = batch.cu_seqlens.tolist()
@@ -116,13 +119,12 @@ def score_reader(
     """Scores of this rank's share of `reader`: whole packs, no collective inside, so ranks need not be even."""
     packs = pack(reader.lengths, budget=tokens_per_pack)[rank::num_ranks]
     dataset = PackDataset(reader, packs, pad_to=None)
-    device = target.head.device
     was_training = drafter.training
     drafter.eval()
     scores = [
         score
         for i in progress(range(len(dataset)))
-        for score in score_batch(drafter, target, dataset[i].to(device), depths=depths, attend=attend)
+        for score in score_batch(drafter, target, dataset[i], depths=depths, attend=attend)
     ]
     drafter.train(was_training)
     return scores

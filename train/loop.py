@@ -141,14 +141,16 @@ class Trainer:
     def _step(self, batches: list[Batch], interval: Interval, waited: float) -> None:
         """One optimizer step over this rank's micro-batches. The loss is divided once, over all ranks."""
         device, ranks = self.accelerator.device, self.accelerator.num_processes
-        counts = torch.stack([torch.stack(counted_rows(batch, depths=self.depths)).sum(1) for batch in batches]).sum(0)
+        counted = [counted_rows(batch, depths=self.depths) for batch in batches]  # on the CPU, [K, T] each
+        counts = torch.stack([rows.sum(1) for rows in counted]).sum(0)
         counts = self.accelerator.reduce(counts.to(device, torch.float32), "sum")  # [K]
         lr = optim.learning_rate(self.state.step, total_steps=self.total_steps, config=self.config.optim)
         optim.set_learning_rate(self.optimizers, lr)
-        for i, batch in enumerate(batches):
+        for i, (batch, rows) in enumerate(zip(batches, counted, strict=True)):
+            documents = attention.Documents.of(batch, counted=rows[0])
             quiet = i + 1 < len(batches) and ranks > 1
             with self.accelerator.no_sync(self.model) if quiet else nullcontext():
-                loss, sums = self.model(batch.to(device), counts)
+                loss, sums = self.model(batch.to(device), documents.to(device), rows.to(device), counts)
                 self.accelerator.backward(loss * ranks)  # DDP averages over ranks: the sum is what is wanted
             interval.sums += sums
             interval.tokens += int(batch.cu_seqlens[len(batch.ids)])

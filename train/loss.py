@@ -39,9 +39,10 @@ class Teacher:
             top1.append(full.argmax(-1))
         return cls(torch.cat(logits), torch.cat(log_normalizer), torch.cat(top1))
 
-    def ahead(self, rows: int) -> Teacher:
-        """The teacher that row p finds at row p + rows. Rows beyond the end wrap, and nothing counts them."""
-        return Teacher(*(tensor.roll(-rows, 0) for tensor in (self.logits, self.log_normalizer, self.top1)))
+    def seen_from(self, rows: Tensor, *, ahead: int) -> Teacher:
+        """The teacher that each of `rows` [R] finds that many rows ahead. Beyond the end it wraps: nothing counts there."""
+        index = (rows + ahead) % self.top1.shape[0]
+        return Teacher(self.logits[index], self.log_normalizer[index], self.top1[index])
 
 
 def draft_loss(logits: Tensor, target_logits: Tensor, *, counted: Tensor) -> Tensor:

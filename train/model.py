@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from train.config import DrafterConfig
 from train.target import Target
 
-# attention(query [T, heads, D], key [T, kv_heads, D], value [T, kv_heads, D]) -> [T, heads, D]
+# attention(query [R, heads, D], key [T, kv_heads, D], value [T, kv_heads, D]) -> [R, heads, D]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -149,10 +149,15 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(2 * shape.hidden_size, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        query = rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), *rotary)  # [T, heads, D]
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, active: Tensor | None
+    ) -> Tensor:
+        """x [T, 2H] -> [R, H]: every row gives a key and a value, the active ones ask."""
         key = rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)), *rotary)  # [T, kv_heads, D]
         value = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        if active is not None:
+            x, rotary = x[active], (rotary[0][active], rotary[1][active])
+        query = rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), *rotary)  # [R, heads, D]
         return self.o_proj(attention(query, key, value).flatten(-2))
 
 
@@ -176,9 +181,17 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, embedding: Tensor, feature: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(
+        self,
+        embedding: Tensor,
+        feature: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: Attention,
+        active: Tensor | None,
+    ) -> Tensor:
         x = torch.cat([self.input_layernorm(embedding), self.hidden_norm(feature)], dim=-1)  # [T, 2H]
-        residual = feature + self.self_attn(x, rotary, attention)
+        residual = feature if active is None else feature[active]
+        residual = residual + self.self_attn(x, rotary, attention, active)
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
@@ -227,16 +240,23 @@ class Drafter(nn.Module):
         return self.fc(aux)
 
     def forward(
-        self, embedding: Tensor, feature: Tensor, *, positions: Tensor, attention: Attention
+        self,
+        embedding: Tensor,
+        feature: Tensor,
+        *,
+        positions: Tensor,
+        attention: Attention,
+        active: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One pass of the layer.
 
         embedding, feature  [T, H]
         positions           [T]     int64, rotary
+        active              [R]     int64, the rows whose output is wanted; None: all of them
 
-        Returns the normed output [T, H], which `lm_head` reads, and the feature [T, H] of the next depth.
+        Returns the normed output [R, H], which `lm_head` reads, and the feature [R, H] of the next depth.
         """
-        output = self.midlayer(embedding, feature, self.rotary(positions), attention)
+        output = self.midlayer(embedding, feature, self.rotary(positions), attention, active)
         normed = self.norm(output)
         return normed, normed if self.shape.norm_output else output
 

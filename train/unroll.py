@@ -26,10 +26,10 @@ from train.target import Target
 
 @dataclass(frozen=True)
 class DepthOutput:
-    """What the drafter says at one depth.
+    """What the drafter says at one depth, in the rows that are active.
 
-    logits   [T, V]  over the draft vocabulary
-    tokens   [T]     int64, the target's id of its most likely draft
+    logits   [R, V]  over the draft vocabulary
+    tokens   [R]     int64, the target's id of its most likely draft
     """
 
     depth: int
@@ -37,8 +37,8 @@ class DepthOutput:
     tokens: Tensor
 
 
-def counted_rows(batch: Batch, *, depths: int) -> list[Tensor]:
-    """For each depth k = 0 .. depths-1 the rows [T] bool whose prediction counts."""
+def counted_rows(batch: Batch, *, depths: int) -> Tensor:
+    """For each depth k = 0 .. depths-1 the rows whose prediction counts: [K, T] bool."""
     lengths = batch.cu_seqlens.diff().long()[batch.document]  # [T], of the document that a row lies in
     counted, rows = torch.ones_like(batch.loss_mask), []
     for depth in range(depths):
@@ -46,14 +46,13 @@ def counted_rows(batch: Batch, *, depths: int) -> list[Tensor]:
         exists = batch.positions + ahead < lengths
         counted = counted & exists & batch.loss_mask.roll(-ahead, 0)
         rows.append(counted)
-    return rows
+    return torch.stack(rows)
 
 
 def unroll(
-    drafter: Drafter, target: Target, batch: Batch, *, depths: int, attention: TTTAttention
+    drafter: Drafter, target: Target, batch: Batch, documents: Documents, *, depths: int, attention: TTTAttention
 ) -> Iterator[DepthOutput]:
-    """Yield the drafter's output of depth 0, 1, .. depths-1, every row of the pack at once."""
-    documents = Documents.of(batch)
+    """Yield the drafter's output of depth 0, 1, .. depths-1, all active rows of the pack at once."""
     keys: list[Tensor] = []
     values: list[Tensor] = []
 
@@ -66,11 +65,15 @@ def unroll(
     feature = drafter.project(batch.aux.to(dtype))
     for depth in range(depths):
         tokens = batch.tokens.roll(-1 - depth, 0)  # wraps at the end of the pack, where no row counts
+        positions = batch.positions + depth
+        if depth > 0:  # from here on the active rows are among themselves
+            tokens, positions = tokens[documents.active], positions[documents.active]
         normed, feature = drafter(
             embedding(tokens, target.embedding).to(dtype),
             feature,
-            positions=batch.positions + depth,
+            positions=positions,
             attention=remember_and_attend,
+            active=documents.active if depth == 0 else None,
         )
         logits = drafter.lm_head(normed)
         yield DepthOutput(depth, logits, drafter.target_ids[logits.detach().argmax(-1)])
@@ -91,23 +94,28 @@ class TrainingTimeTest(nn.Module):
         self.depths, self.gamma, self.attention = depths, gamma, attention
         self.frozen_target = [target]  # in a list: its tensors are no parameters and no buffers of this module
 
-    def forward(self, batch: Batch, counts: Tensor) -> tuple[Tensor, DepthSums]:
+    def forward(
+        self, batch: Batch, documents: Documents, counted: Tensor, counts: Tensor
+    ) -> tuple[Tensor, DepthSums]:
         """Loss of one micro-batch, and its share of the step's metrics.
 
-        counts  [K]  counted rows per depth in the whole step: all ranks, all micro-batches
+        counted  [K, T]  bool, from `counted_rows`
+        counts   [K]     counted rows per depth in the whole step: all ranks, all micro-batches
 
         The loss is this micro-batch's summand of sum_k gamma^k * (sum of cross-entropy at depth k) / counts[k]:
         adding it up over ranks and micro-batches gives the loss of the step.
         """
         target = self.frozen_target[0]
         teacher = Teacher.of(batch.last, target.head, target_ids=self.drafter.target_ids)
-        counted = counted_rows(batch, depths=self.depths)
+        active = documents.active
         sums = DepthSums.zeros(self.depths, device=batch.tokens.device)
         loss = torch.zeros((), device=batch.tokens.device)
-        right_so_far = torch.ones_like(batch.loss_mask)
-        for output in unroll(self.drafter, target, batch, depths=self.depths, attention=self.attention):
-            k, rows = output.depth, counted[output.depth]
-            ahead = teacher.ahead(1 + k)
+        right_so_far = torch.ones_like(active, dtype=torch.bool)
+        for output in unroll(
+            self.drafter, target, batch, documents, depths=self.depths, attention=self.attention
+        ):
+            k, rows = output.depth, counted[output.depth, active]
+            ahead = teacher.seen_from(active, ahead=1 + k)
             summed = draft_loss(output.logits, ahead.logits, counted=rows)
             loss = loss + self.gamma**k * summed / counts[k].clamp(min=1)
             hits = output.tokens == ahead.top1
