@@ -134,8 +134,10 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
 
         @functools.wraps(function)
         def main() -> None:
+            overrides = [f"hydra.job.name={config_name}"]
             if int(os.environ.get("RANK", "0")) > 0:
-                sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=stdout", "hydra/hydra_logging=none"]
+                overrides += ["hydra.output_subdir=null", "hydra/job_logging=stdout", "hydra/hydra_logging=none"]
+            _add_overrides(overrides)
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing: this function prints
             try:
                 hydra.main(version_base=None, config_path=str(config_folder), config_name=config_name)(job)()
@@ -187,6 +189,13 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise ValueError(f"cannot write {path}: {error.strerror}; free some space or choose another out=") from error
+
+
+def _add_overrides(overrides: list[str]) -> None:
+    """Puts them beside the user's on the command line, which must stand together."""
+    first = (i for i, argument in enumerate(sys.argv) if i > 0 and "=" in argument and not argument.startswith("-"))
+    position = next(first, len(sys.argv))
+    sys.argv[position:position] = overrides
 
 
 def _finish(out: Path, summary: dict) -> None:
