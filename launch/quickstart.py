@@ -1,0 +1,154 @@
+"""Quickstart: the whole way once, on this machine, each stage as the command that a user would type.
+
+    python launch/quickstart.py [out=DIR] [conversations=FILE.jsonl]      # from the repository's folder
+
+What an earlier run finished is reused: every stage finds its own summary and says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import json
+import shlex
+import subprocess
+
+from data.config import stage, write_atomically
+from launch.config import QuickstartConfig
+from launch.figure import draw, read_metrics
+
+LARGEST_GAP = 0.02  # |live tau / offline tau - 1|
+SMALLEST_TAU = 1.15  # on held-out prompts
+NO_GPU = ["--cpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+
+
+@stage("quickstart")
+def main(config: QuickstartConfig) -> dict:
+    commands, folders = plan(config)
+    seconds = {}
+    for position, (name, command) in enumerate(commands.items(), start=1):
+        run(name, command, position=position, of=len(commands))
+        seconds[name] = summary_of(folders[name])["seconds"]
+    return report(config, folders, seconds)
+
+
+def plan(config: QuickstartConfig) -> tuple[dict[str, list[str]], dict[str, Path]]:
+    """Every stage's command, in their order, and the folder its summary.json goes to."""
+    out, target = Path(config.out), f"target={config.target.name}"
+    names = {"data": "prompts", "extract": "shards", "train": "run", "evaluate": "evaluation", "bench": "bench"}
+    folders = {stage: out / name for stage, name in names.items()}
+    prompts, shards, trained = (folders[name] for name in ("data", "extract", "train"))
+    drafter = trained / "export"
+    commands = {
+        "data": ["python", "data/main.py", target, f"conversations={config.conversations}",
+                 f"validation_fraction={config.validation_fraction}"],
+        "extract": ["python", "extract/main.py", target, f"prompts={prompts}"],
+        "train": [*accelerate(), "train/main.py", target, f"shards={shards}", f"experiment={config.experiment}"],
+        "evaluate": ["python", "train/evaluate.py", target, f"drafter={drafter}", f"shards={shards}"],
+        "bench": ["python", "launch/bench.py", target, f"drafter={drafter}", f"prompts={prompts}"],
+    }  # fmt: skip
+    for name, command in commands.items():
+        command += [f"out={folders[name]}", *config.extra.get(name, [])]
+    return commands, folders
+
+
+def accelerate() -> list[str]:
+    """One process: on the CPU everything is said, so that no saved Accelerate setting of the user's steps in."""
+    import torch
+
+    return ["accelerate", "launch", "--num_processes", "1", *([] if torch.cuda.is_available() else NO_GPU)]
+
+
+def run(name: str, command: list[str], *, position: int, of: int) -> None:
+    """Run one stage in the terminal. Raises ValueError if it fails; what it said stands above."""
+    print(f"\n== {position}/{of} {name}\n$ {shlex.join(command)}", flush=True)
+    python = {"python": [sys.executable], "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"]}
+    done = subprocess.run([*python[command[0]], *command[1:]])
+    if done.returncode:
+        raise ValueError(f"stage {name} ended with status {done.returncode}, see above; once that is mended, the same "
+                         "command goes on from there")  # fmt: skip
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def report(config: QuickstartConfig, folders: dict[str, Path], seconds: dict[str, float]) -> dict:
+    """The table, the picture and the summary. Raises ValueError, the summary written, if a promise is broken."""
+    data, extract, evaluate, bench = (summary_of(folders[name]) for name in ("data", "extract", "evaluate", "bench"))
+    exported = json.loads((folders["train"] / "export" / "config.json").read_text())
+    summary = {
+        "stage": "quickstart",
+        "conversations_kept": data["kept"],
+        "records": extract["records"],
+        "probe_passed": extract["probe_passed"],
+        "offline_tau": evaluate["tau"],
+        "live_tau": bench["tau"],
+        "tau_ratio": bench["tau"] / evaluate["tau"],
+        "outputs_identical": bench["outputs_identical"],
+        "drafts_per_step": bench["num_drafts"],
+        "tokens_per_second_with_drafts": bench["tokens_per_second"],
+        "tokens_per_second_without": bench["tokens_per_second_without"],
+        "boundaries": exported["eyas"]["boundaries"],
+        "engine_ids": exported["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
+        "seconds_by_stage": seconds,
+        "seconds": round(sum(seconds.values()), 1),
+    }
+    promises = {
+        "records = conversations kept": summary["records"] == summary["conversations_kept"],
+        "wiring probe passed": summary["probe_passed"] is True,
+        f"offline tau > {SMALLEST_TAU}": summary["offline_tau"] > SMALLEST_TAU,
+        f"live tau within {100 * LARGEST_GAP:.0f} % of offline": abs(summary["tau_ratio"] - 1) <= LARGEST_GAP,
+        "outputs identical with and without drafts": summary["outputs_identical"] is True,
+    }
+    summary["promises"] = promises
+    picture = draw(
+        Path(config.out) / "quickstart.png",
+        metrics=read_metrics(folders["train"] / "metrics.jsonl"),
+        offline=evaluate,
+        live=bench,
+        title=f"{config.target.name}, {summary['records']} conversations, {summary['drafts_per_step']} drafts a step",
+    )
+    print_table(summary, picture)
+    if not all(promises.values()):
+        write_atomically(Path(config.out) / "summary.json", json.dumps(summary, indent=1) + "\n")
+        broken = "; ".join(name for name, kept in promises.items() if not kept)
+        raise ValueError(f"the run went through, but not as promised: {broken} (all figures: {config.out}/summary.json)")
+    print_next(config, folders)
+    tau = f"tau {summary['offline_tau']:.3f} offline, {summary['live_tau']:.3f} live"
+    return {**summary, "line": f"{tau}, outputs identical, {summary['seconds']:.0f} s"}
+
+
+def print_table(summary: dict, picture: Path) -> None:
+    rows = {
+        "conversations": f"{summary['conversations_kept']} kept, {summary['records']} records captured",
+        "boundaries": f"{summary['boundaries']}, served as layer ids {summary['engine_ids']}",
+        "tau, offline": f"{summary['offline_tau']:.3f} tokens a step, computed from the held-out shards",
+        "tau, live": f"{summary['live_tau']:.3f} tokens a step, counted by the server ({summary['tau_ratio']:.4f} of it)",
+        "speed": f"{summary['tokens_per_second_with_drafts']:.1f} tokens/s with drafts, "
+        f"{summary['tokens_per_second_without']:.1f} without",
+        "seconds": ", ".join(f"{name} {value:.0f}" for name, value in summary["seconds_by_stage"].items()),
+        "picture": str(picture),
+    }
+    print()
+    for name, value in rows.items():
+        print(f"  {name:<14} {value}")
+    for name, kept in summary["promises"].items():
+        print(f"  {'ok' if kept else 'BROKEN':<14} {name}")
+
+
+def print_next(config: QuickstartConfig, folders: dict[str, Path]) -> None:
+    target, drafter = f"target={config.target.name}", folders["train"] / "export"
+    print(f"""
+What to do next
+  serve it       python launch/serve.py {target} drafter={drafter}
+  your own data  python launch/quickstart.py {target} conversations=FILE.jsonl out=outputs/mine
+  your own model a YAML like conf/target/{config.target.name}.yaml, then target=NAME: README, "The stages by hand"
+""")
+
+
+if __name__ == "__main__":
+    main()
