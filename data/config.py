@@ -18,6 +18,7 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
+    ConfigAttributeError,
     ConfigKeyError,
     InterpolationToMissingValueError,
     MissingMandatoryValue,
@@ -120,32 +121,32 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
 
     def decorate(function: Callable[[Any], dict]) -> Callable[[], None]:
         config_class = next(iter(typing.get_type_hints(function).values()))
+        rank = int(os.environ.get("RANK", "0"))
         config_folder = Path(__file__).resolve().parent.parent / "conf"
 
         # not functools.wraps: Hydra would unwrap it and look for the YAML beside the stage's file
         def job(cfg: DictConfig) -> None:
             started = time.monotonic()
-            config = typed(config_class, cfg)
-            summary = function(config)
-            summary = {"stage": config_name, **summary}
-            summary.setdefault("seconds", round(time.monotonic() - started, 2))
-            if int(os.environ.get("RANK", "0")) == 0:
-                _finish(Path(config.out), summary)
+            try:
+                config = typed(config_class, cfg)
+                summary = {"stage": config_name, **function(config)}
+                summary.setdefault("seconds", round(time.monotonic() - started, 2))
+                if rank == 0:
+                    _finish(Path(config.out), summary)
+            except (ValueError, FileNotFoundError) as error:
+                _stop(error, config_class)
 
         @functools.wraps(function)
         def main() -> None:
             overrides = [f"hydra.job.name={config_name}"]
-            if int(os.environ.get("RANK", "0")) > 0:
+            if rank > 0:
                 overrides += ["hydra.output_subdir=null", "hydra/job_logging=stdout", "hydra/hydra_logging=none"]
             _add_overrides(overrides)
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing: this function prints
             try:
                 hydra.main(version_base=None, config_path=str(config_folder), config_name=config_name)(job)()
-            except (ValueError, FileNotFoundError, HydraException, OmegaConfBaseException) as error:
-                if os.environ.get("EYAS_TRACE") == "1":
-                    raise
-                print(f"error: {_explain(error, known=_keys(config_class))}", file=sys.stderr)
-                sys.exit(2)
+            except (HydraException, OmegaConfBaseException) as error:  # the command line does not compose
+                _stop(error, config_class)
 
         return main
 
@@ -191,6 +192,14 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         raise ValueError(f"cannot write {path}: {error.strerror}; free some space or choose another out=") from error
 
 
+def _stop(error: Exception, config_class: type) -> None:
+    """Ends the process with the error in one line."""
+    if os.environ.get("EYAS_TRACE") == "1":
+        raise error
+    print(f"error: {_explain(error, known=_keys(config_class))}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
 def _add_overrides(overrides: list[str]) -> None:
     """Puts them beside the user's on the command line, which must stand together."""
     first = (i for i, argument in enumerate(sys.argv) if i > 0 and "=" in argument and not argument.startswith("-"))
@@ -224,9 +233,10 @@ def _explain(error: Exception, *, known: list[str]) -> str:
         if key and key.startswith("hydra."):  # hydra.run.dir is ${out}
             key = "out"
         return f"{key}=... is missing: give it on the command line, see --help"
-    if isinstance(cause, ConfigKeyError) and key:
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         close = difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
         return f"there is no option {key}: {hint}"
-    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip() and "object_type=" not in line)
+    text = str(error).split("Config search path:")[0]
+    text = " ".join(line.strip() for line in text.splitlines() if line.strip() and "object_type=" not in line)
     return text.replace("full_key:", "in option")
