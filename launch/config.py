@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from data.config import TargetConfig, require
-from extract.config import EngineConfig, ServerConfig
+from extract.config import EngineConfig, ProbeConfig, ServerConfig
 
 
 @dataclass
@@ -46,14 +46,13 @@ class ServeConfig:
     """A target with its drafter, in the foreground. YAML: conf/serve.yaml.
 
     num_drafts  drafts a step; null: as many depths as the drafter was trained for
-    probe       check the wiring before serving
     """
 
     target: TargetConfig
     drafter: str
     out: str
     num_drafts: int | None
-    probe: bool
+    probe: ProbeConfig
     engine: EngineConfig
     server: ServerConfig
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from data.config import TargetConfig
 from data.conversations import Conversation, Refused, conversation_of, read_rows
-from data.prompts import PromptSet, load_tokenizer
+from data.prompts import PromptSet
 from data.rendering import Renderer
+from data.tokenizing import load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,105 @@
+"""Bench: what a drafter does on a live server, beside the same server without it.
+
+    python launch/bench.py target=smollm2_135m drafter=RUN/export prompts=PROMPTS_OR_FILE
+
+tau is compared with train/evaluate.py's: tokens per verification step, the first token of each answer left out.
+SGLang's own figure counts it, and stands beside it (launch/live.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dataclasses import asdict
+
+from data.config import finished, fingerprint, stage
+from data.embedded import ensure_target
+from launch.ask import Run, ask
+from launch.config import BenchConfig
+from launch.live import Tally, by_source, first_difference
+from launch.questions import Question, load_questions
+from train.export import check_export
+
+
+@stage("bench")
+def main(config: BenchConfig) -> dict:
+    drafter, prompts = Path(config.drafter), Path(config.prompts)
+    target_path = ensure_target(config.target)
+    exported = check_export(drafter)
+    num_drafts = config.num_drafts or exported["eyas"]["depths"]
+    questions = load_questions(prompts, target=config.target, target_path=target_path)[: config.limit]
+    inputs = fingerprint(
+        asdict(config), drafter / "config.json", drafter / "model.safetensors", [asdict(q) for q in questions]
+    )
+    if done := finished(Path(config.out), inputs):
+        return {**done, "line": f"nothing to do, {config.out} is measured: tau {done['tau']:.3f}"}
+
+    drafted = ask(config, questions, target_path=target_path, drafter=drafter, num_drafts=num_drafts)
+    plain = ask(config, questions, target_path=target_path, drafter=None, num_drafts=0) if config.baseline else None
+    summary = {
+        "fingerprint": inputs,
+        "num_drafts": num_drafts,
+        **Tally.of(drafted.answers).as_dict(),
+        "by_source": {source: tally.as_dict() for source, tally in by_source(drafted.answers).items()},
+        "answers_as_recorded": as_recorded(drafted, questions),
+        **speeds(drafted, plain),
+        **compared(drafted, plain),
+    }
+    print_table(summary)
+    return {**summary, "line": line_of(summary)}
+
+
+def as_recorded(run: Run, questions: list[Question]) -> int | None:
+    """Answers that equal the ones on record; None where no prompt came with an answer."""
+    recorded = {q.id: tuple(q.answer_ids) for q in questions if q.answer_ids is not None}
+    if not recorded:
+        return None
+    return sum(a.tokens == recorded[a.id][: len(a.tokens)] for a in run.answers if a.id in recorded)
+
+
+def speeds(drafted: Run, plain: Run | None) -> dict:
+    return {
+        "tokens_per_second": drafted.tokens_per_second,
+        "tokens_per_second_without": plain.tokens_per_second if plain else None,
+        "speedup": drafted.tokens_per_second / plain.tokens_per_second if plain else None,
+    }
+
+
+def compared(drafted: Run, plain: Run | None) -> dict:
+    """Token by token against the run without drafting; null where there was none."""
+    if plain is None:
+        return {"outputs_identical": None, "first_difference": None}
+    difference = first_difference(*({answer.id: answer.tokens for answer in run.answers} for run in (drafted, plain)))
+    return {"outputs_identical": difference is None, "first_difference": difference}
+
+
+def print_table(summary: dict) -> None:
+    rows = {"all": summary, **summary["by_source"]}
+    width = max(map(len, rows))
+    print(f"\n  {'':{width}}  answers  tokens  steps    tau  as SGLang counts  steps with 0, 1, .. drafts right")
+    for name, row in rows.items():
+        histogram = " ".join(f"{100 * count / max(row['steps'], 1):.0f}%" for count in row["accept_histogram"])
+        print(
+            f"  {name:{width}}  {row['answers']:7d}  {row['tokens']:6d}  {row['steps']:5d}  {row['tau']:5.3f}  "
+            f"{row['server_accept_length']:16.3f}  {histogram}"
+        )
+    if difference := summary["first_difference"]:
+        print(
+            f"  outputs differ first in {difference['id']}, token {difference['position']}: "
+            f"{difference['found']} with drafts, {difference['expected']} without"
+        )
+
+
+def line_of(summary: dict) -> str:
+    parts = [f"live tau({summary['num_drafts']}) {summary['tau']:.3f}", f"{summary['tokens_per_second']:.1f} tokens/s"]
+    if summary["outputs_identical"] is not None:
+        parts[1] += f" ({summary['tokens_per_second_without']:.1f} without drafts)"
+        parts.append("outputs identical" if summary["outputs_identical"] else "OUTPUTS DIFFER")
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What the live server is asked, from a prompts folder and from files of every kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.config import TargetConfig
+from data.embedded import ensure_target
+from data.prompts import Prompt, PromptSet
+from data.tokenizing import load_tokenizer
+from launch.questions import Question, load_questions
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> TargetConfig:
+    path = tmp_path_factory.mktemp("models") / "tiny_llama"
+    config = TargetConfig(
+        name="tiny_llama", path=str(path), source="tiny_llama", boundaries=[2, 3, 5], dtype="float32",
+        trust_remote_code=False,
+    )  # fmt: skip
+    ensure_target(config)
+    return config
+
+
+def prompt(id: str, *, tokens: list[int], mask: list[int], split: str = "validation") -> Prompt:
+    return Prompt(id, "facts", split, np.array(tokens, np.int32), np.array(mask, np.uint8))
+
+
+def asked(path: Path, target: TargetConfig) -> list[Question]:
+    return load_questions(path, target=target, target_path=Path(target.path))
+
+
+def test_held_out_prompts_are_asked_and_training_prompts_are_not(tmp_path: Path, target: TargetConfig):
+    prompts = [
+        prompt("a", tokens=[5, 6, 7, 8], mask=[0, 0, 1, 1]),
+        prompt("b", tokens=[5, 6], mask=[0, 1], split="train"),
+    ]
+    PromptSet.collect(prompts).save(tmp_path)
+    assert asked(tmp_path, target) == [Question("a", "facts", [5, 6], [7, 8])]
+
+
+def test_every_turn_of_the_assistant_is_a_question_of_its_own(tmp_path: Path, target: TargetConfig):
+    PromptSet.collect([prompt("a", tokens=[5, 6, 7, 8, 9], mask=[0, 1, 0, 1, 1])]).save(tmp_path)
+    assert asked(tmp_path, target) == [
+        Question("a/0", "facts", [5], [6]),
+        Question("a/1", "facts", [5, 6, 7], [8, 9]),
+    ]
+
+
+def test_an_empty_validation_split_says_what_to_do(tmp_path: Path, target: TargetConfig):
+    PromptSet.collect([prompt("b", tokens=[5, 6], mask=[0, 1], split="train")]).save(tmp_path)
+    with pytest.raises(ValueError, match="larger validation_fraction"):
+        asked(tmp_path, target)
+
+
+def rows(path: Path, *values: dict) -> Path:
+    file = path / "questions.jsonl"
+    file.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return file
+
+
+def test_token_ids_are_asked_as_they_are(tmp_path: Path, target: TargetConfig):
+    file = rows(tmp_path, {"id": "a", "source": "maths", "prompt_ids": [1, 2], "response_ids": [3]})
+    assert asked(file, target) == [Question("a", "maths", [1, 2], [3])]
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        (["user:Why?"], "<s>user\nWhy?</s>\n<s>assistant\n"),
+        (["user:Why?", "assistant:So."], "<s>user\nWhy?</s>\n<s>assistant\n"),
+        (
+            ["user:Why?", "assistant:So.", "user:Who?"],
+            "<s>user\nWhy?</s>\n<s>assistant\nSo.</s>\n<s>user\nWho?</s>\n<s>assistant\n",
+        ),
+        (["user:Why?", "user:Who?"], "<s>user\nWhy?</s>\n<s>assistant\n"),
+    ],
+    ids=["question", "answered", "second question", "two questions: the first"],
+)
+def test_messages_are_asked_up_to_the_last_question(tmp_path: Path, target: TargetConfig, messages, text: str):
+    """The text is the tiny targets' chat template, written out by hand."""
+    split = [message.split(":") for message in messages]
+    file = rows(tmp_path, {"id": "a", "messages": [{"role": role, "content": content} for role, content in split]})
+    (question,) = asked(file, target)
+    tokenizer = load_tokenizer(target.path, trust_remote_code=False)
+    assert tokenizer.decode(question.prompt_ids) == text
+    assert question.answer_ids is None
+
+
+def test_a_row_without_a_question_is_refused_with_its_line(tmp_path: Path, target: TargetConfig):
+    file = rows(tmp_path, {"id": "a", "prompt": "Why?"}, {"id": "b", "messages": [{"role": "system", "content": "x"}]})
+    with pytest.raises(ValueError, match="line 2: no question"):
+        asked(file, target)
+
+
+def test_an_answer_is_as_long_as_the_one_on_record():
+    recorded = Question("a", "facts", [1], [2, 3, 4])
+    assert (recorded.num_tokens(None), recorded.num_tokens(2), recorded.num_tokens(9)) == (3, 2, 3)
+    assert Question("a", "facts", [1], None).num_tokens(9) == 9
+
+
+def test_without_a_record_the_length_must_be_said():
+    with pytest.raises(ValueError, match="set max_new_tokens=128"):
+        Question("a", "facts", [1], None).num_tokens(None)

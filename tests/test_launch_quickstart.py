@@ -1,0 +1,111 @@
+"""The quickstart's promises, kept and broken, and its picture; the run itself is tests/test_launch_end_to_end.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.config import TargetConfig
+from launch.config import QuickstartConfig
+from launch.figure import draw
+from launch.quickstart import plan, report
+
+
+def config(out: Path, **changed) -> QuickstartConfig:
+    target = TargetConfig(
+        name="smollm2_135m", path="models/smollm2_135m", source=None, boundaries=[2, 15, 27], dtype="bfloat16",
+        trust_remote_code=False,
+    )  # fmt: skip
+    options = dict(conversations="rows.jsonl", experiment="quickstart", validation_fraction=0.1, extra={})
+    return QuickstartConfig(target=target, out=str(out), **{**options, **changed})
+
+
+def write(folder: Path, name: str, content: dict | list[dict]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = content if isinstance(content, list) else [content]
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def finished_run(tmp_path: Path) -> tuple[QuickstartConfig, dict[str, Path]]:
+    """The summaries that the five stages leave, of a run in which all went well."""
+    settings = config(tmp_path / "out")
+    _, folders = plan(settings)
+    write(folders["data"], "summary.json", {"kept": 300, "seconds": 2})
+    write(folders["extract"], "summary.json", {"records": 300, "probe_passed": True, "seconds": 90})
+    sources = {"facts": {"tau": 1.25}, "maths": {"tau": 1.5}}
+    write(folders["evaluate"], "summary.json", {"tau": 1.30, "by_source": sources, "seconds": 5})
+    live = {
+        "tau": 1.29, "by_source": sources, "outputs_identical": True, "num_drafts": 3, "tokens_per_second": 60.0,
+        "tokens_per_second_without": 50.0, "seconds": 80,
+    }  # fmt: skip
+    write(folders["bench"], "summary.json", live)
+    steps = [{"step": step, "loss": 9 - step, "acc": [0.1 * step, 0.05 * step]} for step in (1, 2, 3)]
+    write(folders["train"], "metrics.jsonl", [*steps, {"step": 3, "tau": 1.3, "validation": {}}])
+    exported = {"eyas": {"boundaries": [2, 15, 27]}, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 14, 26]}}
+    write(folders["train"] / "export", "config.json", exported)
+    return settings, folders
+
+
+SECONDS = {"data": 2, "extract": 90, "train": 200, "evaluate": 5, "bench": 80}
+
+
+def test_a_good_run_is_summed_up(finished_run):
+    summary = report(*finished_run, SECONDS)
+    asked = ("conversations_kept records probe_passed offline_tau live_tau outputs_identical boundaries engine_ids "
+             "seconds_by_stage").split()  # fmt: skip
+    assert {name: summary[name] for name in asked} == {
+        "conversations_kept": 300, "records": 300, "probe_passed": True, "offline_tau": 1.30, "live_tau": 1.29,
+        "outputs_identical": True, "boundaries": [2, 15, 27], "engine_ids": [1, 14, 26], "seconds_by_stage": SECONDS,
+    }  # fmt: skip
+    assert all(summary["promises"].values())
+
+
+@pytest.mark.parametrize(
+    ("stage", "found", "promise"),
+    [
+        ("extract", {"records": 299}, "records = conversations kept"),
+        ("extract", {"probe_passed": False}, "wiring probe passed"),
+        ("evaluate", {"tau": 1.1}, "offline tau > 1.15"),
+        ("bench", {"tau": 1.25}, "live tau within 2 % of offline"),
+        ("bench", {"outputs_identical": False}, "outputs identical"),
+    ],
+)
+def test_a_broken_promise_ends_the_run_with_its_name(finished_run, stage: str, found: dict, promise: str):
+    settings, folders = finished_run
+    before = json.loads((folders[stage] / "summary.json").read_text())
+    write(folders[stage], "summary.json", {**before, **found})
+    with pytest.raises(ValueError, match=promise):
+        report(settings, folders, SECONDS)
+    written = json.loads((Path(settings.out) / "summary.json").read_text())
+    assert [name for name, kept in written["promises"].items() if not kept and promise in name]
+
+
+def test_without_a_gpu_accelerate_is_told_everything(tmp_path: Path):
+    """Else it asks, or takes what the user once saved with `accelerate config`."""
+    commands, _ = plan(config(tmp_path))
+    told = {"--cpu", "--num_processes", "--num_machines", "--mixed_precision", "--dynamo_backend"}
+    assert torch.cuda.is_available() or told <= set(commands["train"])
+
+
+def test_more_options_reach_the_stage_they_name(tmp_path: Path):
+    commands, _ = plan(config(tmp_path, extra={"train": ["epochs=2"]}))
+    assert commands["train"][-1] == "epochs=2" and "epochs=2" not in commands["data"]
+
+
+def test_options_for_an_unknown_stage_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="extra=.'export'.: expected stages: data"):
+        config(tmp_path, extra={"export": []})
+
+
+def test_the_picture_is_a_png_that_is_not_blank(tmp_path: Path):
+    from matplotlib.image import imread
+
+    metrics = [{"step": step, "loss": 9 - step, "acc": [0.1 * step] * 7} for step in (1, 2, 3)]
+    tau = {"tau": 1.3, "by_source": {"facts": {"tau": 1.2}}}
+    pixels = imread(draw(tmp_path / "a.png", metrics=metrics, offline=tau, live=tau, title="seven drafts"))
+    assert pixels.shape[0] > 500 and pixels.shape[1] > 1500
+    assert 0.05 < 1 - (pixels[..., :3] > 0.99).all(-1).mean() < 0.5  # ink on white
