@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -10,11 +11,13 @@ import os
 import sys
 import time
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Callable, TypeVar
 
 import hydra
+from hydra._internal.config_repository import ConfigRepository
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -144,13 +147,30 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
             _add_overrides(overrides)
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing: this function prints
             try:
-                hydra.main(version_base=None, config_path=str(config_folder), config_name=config_name)(job)()
+                with folders_are_values(config_class, config_folder / f"{config_name}.yaml"):
+                    hydra.main(version_base=None, config_path=str(config_folder), config_name=config_name)(job)()
             except (HydraException, OmegaConfBaseException) as error:  # the command line does not compose
                 _stop(error, config_class)
 
         return main
 
     return decorate
+
+
+@contextlib.contextmanager
+def folders_are_values(config_class: type, yaml: Path) -> Iterator[None]:
+    """Inside, `drafter=DIR` is a value where the option is text that `yaml` takes from no group of that name.
+
+    Hydra 1.3.8 decides by the name alone, and conf/drafter/ is a group; it asks its repository of configs.
+    """
+    chosen = {name for entry in OmegaConf.load(yaml).defaults if isinstance(entry, DictConfig) for name in entry}
+    texts = {name for name, hint in typing.get_type_hints(config_class).items() if hint is str} - chosen
+    is_group = ConfigRepository.group_exists
+    ConfigRepository.group_exists = lambda self, config_path: config_path not in texts and is_group(self, config_path)
+    try:
+        yield
+    finally:
+        ConfigRepository.group_exists = is_group
 
 
 def fingerprint(*parts: Any) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from extract.client import Client
+from extract.client import Client, RequestFailed, RequestRefused, ServerGone
+from extract.command import Drafting
 from extract.server import Server
 from launch.config import BenchConfig
 from launch.live import Answer
@@ -28,41 +29,42 @@ class Run:
         return sum(len(answer.tokens) for answer in self.answers) / self.seconds
 
 
-def ask(
-    config: BenchConfig, questions: list[Question], *, target_path: Path, drafter: Path | None, num_drafts: int
-) -> Run:
-    """Start the target's server, with the drafter where there is one, and put every question to it."""
-    name = "with drafts" if drafter else "without"
+def ask(config: BenchConfig, questions: list[Question], *, target_path: Path, drafting: Drafting | None) -> Run:
+    """Start the target's server (or attach to it), with the drafter where there is one, and put every question to it.
+
+    Raises ValueError if the server cannot be started, refuses a question, or dies.
+    """
+    name = "with drafts" if drafting else "without drafts"
     with Server(
         target_path,
         engine=config.engine,
-        server=config.server,
-        out=Path(config.out) / name.replace(" ", "_"),
-        drafter=drafter,
-        num_drafts=num_drafts,
+        config=config.server,
+        out=Path(config.out) / name.replace(" ", "-"),
+        drafting=drafting,
+        trust_remote_code=config.target.trust_remote_code,
     ) as server:
-        return asyncio.run(answers_of(server.url, questions, config=config, name=name))
+        try:
+            return asyncio.run(answers_of(server.url, questions, config=config, name=name))
+        except ServerGone as error:
+            raise server.failure(f"the server {name} is gone ({error})", cure="see its log, then run this again") from error
+        except (RequestFailed, RequestRefused) as error:
+            raise server.failure(f"the server {name} refused a question ({error})", cure="leave it out") from error
 
 
 async def answers_of(url: str, questions: list[Question], *, config: BenchConfig, name: str) -> Run:
-    """`concurrency` questions in flight; the server's first request, which warms it up, is not timed."""
+    """`concurrency` questions in flight. The first request warms the server up, and is not timed."""
+    lengths = [question.num_tokens(config.max_new_tokens) for question in questions]
     gate = asyncio.Semaphore(config.concurrency)
     async with Client(url, timeout_seconds=config.server.answer_timeout_seconds) as client:
 
-        async def answer(question: Question, bar: tqdm) -> Answer:
+        async def answer(question: Question, length: int) -> Answer:
             async with gate:
-                reply = await client.generate(
-                    question.prompt_ids,
-                    rid=f"bench-{question.id}",
-                    max_new_tokens=question.num_tokens(config.max_new_tokens),
-                    temperature=0.0,
-                )
+                reply = await client.generate(question.prompt_ids, rid=f"bench-{question.id}", max_new_tokens=length)
             bar.update(len(reply.output_ids))
             return Answer.of(id=question.id, source=question.source, tokens=reply.output_ids, meta=reply.meta)
 
-        await client.generate(questions[0].prompt_ids, rid="bench-warm-up", max_new_tokens=4, temperature=0.0)
-        total = sum(question.num_tokens(config.max_new_tokens) for question in questions)
-        with tqdm(total=total, desc=name, unit="token", delay=2) as bar:
+        await client.generate(questions[0].prompt_ids, rid="bench-warm-up", max_new_tokens=4)
+        with tqdm(total=sum(lengths), desc=name, unit=" tokens", delay=2) as bar:
             started = time.monotonic()
-            answers = await asyncio.gather(*(answer(question, bar) for question in questions))
+            answers = await asyncio.gather(*map(answer, questions, lengths))
         return Run(list(answers), time.monotonic() - started)

@@ -17,31 +17,36 @@ from dataclasses import asdict
 
 from data.config import finished, fingerprint, stage
 from data.embedded import ensure_target
+from extract.command import installation
 from launch.ask import Run, ask
 from launch.config import BenchConfig
+from launch.drafting import checked_drafting
 from launch.live import Tally, by_source, first_difference
 from launch.questions import Question, load_questions
-from train.export import check_export
 
 
 @stage("bench")
 def main(config: BenchConfig) -> dict:
-    drafter, prompts = Path(config.drafter), Path(config.prompts)
-    target_path = ensure_target(config.target)
-    exported = check_export(drafter)
-    num_drafts = config.num_drafts or exported["eyas"]["depths"]
-    questions = load_questions(prompts, target=config.target, target_path=target_path)[: config.limit]
+    drafter, target_path = Path(config.drafter), ensure_target(config.target)
+    drafting = checked_drafting(
+        drafter,
+        target=config.target,
+        target_path=target_path,
+        num_drafts=config.num_drafts,
+        engine_version=installation(config.engine).version,
+    )
+    questions = load_questions(Path(config.prompts), target=config.target, target_path=target_path)[: config.limit]
     inputs = fingerprint(
         asdict(config), drafter / "config.json", drafter / "model.safetensors", [asdict(q) for q in questions]
     )
     if done := finished(Path(config.out), inputs):
-        return {**done, "line": f"nothing to do, {config.out} is measured: tau {done['tau']:.3f}"}
+        return {**done, "line": f"nothing to do, {config.out} is measured: {line_of(done)}"}
 
-    drafted = ask(config, questions, target_path=target_path, drafter=drafter, num_drafts=num_drafts)
-    plain = ask(config, questions, target_path=target_path, drafter=None, num_drafts=0) if config.baseline else None
+    drafted = ask(config, questions, target_path=target_path, drafting=drafting)
+    plain = ask(config, questions, target_path=target_path, drafting=None) if config.baseline else None
     summary = {
         "fingerprint": inputs,
-        "num_drafts": num_drafts,
+        "num_drafts": drafting.num_steps,
         **Tally.of(drafted.answers).as_dict(),
         "by_source": {source: tally.as_dict() for source, tally in by_source(drafted.answers).items()},
         "answers_as_recorded": as_recorded(drafted, questions),

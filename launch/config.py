@@ -38,7 +38,7 @@ class BenchConfig:
                 "null, or at least 2 (the first token needs no draft)")  # fmt: skip
         require(self.limit is None or self.limit >= 1, "limit", self.limit, "null or at least 1")
         require(self.concurrency >= 1, "concurrency", self.concurrency, "at least 1")
-        require(self.num_drafts is None or self.num_drafts >= 1, "num_drafts", self.num_drafts, "null or at least 1")
+        _check_serving(self.num_drafts, self.server)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class ServeConfig:
     server: ServerConfig
 
     def __post_init__(self) -> None:
-        require(self.num_drafts is None or self.num_drafts >= 1, "num_drafts", self.num_drafts, "null or at least 1")
+        _check_serving(self.num_drafts, self.server)
 
 
 @dataclass
@@ -80,3 +80,9 @@ class QuickstartConfig:
         stages = ("data", "extract", "train", "evaluate", "bench")
         unknown = sorted(set(self.extra) - set(stages))
         require(not unknown, "extra", unknown, f"stages: {', '.join(stages)}")
+
+
+def _check_serving(num_drafts: int | None, server: ServerConfig) -> None:
+    require(num_drafts is None or num_drafts >= 1, "num_drafts", num_drafts, "null or at least 1")
+    cure = "null: the drafter is given to a server at its start; engine.python= chooses the environment to start it in"
+    require(server.url is None, "server.url", server.url, cure)
