@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
+from pathlib import Path
+
+import torch
 
 from extract.cpu import attention, eagle, kv
 
@@ -22,6 +25,7 @@ KERNELS = (
     eagle.build_tree_kernel_efficient_cpu,
     eagle.verify_tree_greedy_cpu,
 )
+_libraries: list[torch.library.Library] = []  # declarations live as long as their library does
 
 
 def install() -> None:
@@ -35,26 +39,26 @@ def install() -> None:
         setattr(module, kernel.__name__, kernel)
     attention.register_operators()
     sys.modules["sgl_kernel"] = module
-    sys.meta_path.insert(0, _TorchvisionSchemas())
+    _declare_torchvision_operators()
 
 
-class _TorchvisionSchemas(importlib.abc.MetaPathFinder):
-    """Declares torchvision's operators just before it is imported, where its own C++ library cannot load.
+def _declare_torchvision_operators() -> None:
+    """Declares the two operators that torchvision describes on import, where its own C++ library cannot load.
 
-    The wheel on PyPI is linked against CUDA. With a CPU build of PyTorch its operators stay
-    undeclared, and `import torchvision` fails as it describes their outputs.
+    The wheel on PyPI is linked against CUDA: beside a CPU build of PyTorch `import torchvision` fails without this.
     """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or any(_loads(library) for library in Path(spec.origin).parent.glob("_C*.so")):
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _libraries.append(library)
 
-    library: object = None  # torch.library.Library: declarations live as long as it does
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        if fullname != "torchvision":
-            return None
-        sys.meta_path.remove(self)
-        import torch
-
-        if torch.version.cuda is None:
-            _TorchvisionSchemas.library = library = torch.library.Library("torchvision", "DEF")
-            for name in ("nms", "qnms"):
-                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return None
+def _loads(library: Path) -> bool:
+    try:
+        torch.ops.load_library(library)
+    except OSError:
+        return False
+    return True

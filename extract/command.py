@@ -1,0 +1,190 @@
+"""How an SGLang server is started: its command line, its environment, and the folder that brings the plugin along."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from extract.config import EngineConfig
+from extract.plugin import VARIABLE
+
+VERSIONS = ((0, 5, 16), (0, 5, 23))  # of SGLang, first and last that the plugin and the boundaries were read against
+CPU_TOTAL_TOKENS = 16384  # KV cache; SmolLM2-135M in float32: 45 KiB a token
+CPU_RUNNING_REQUESTS = 16
+PLUGIN_FILES = ("__init__.py", "plugin.py", "spool.py", "feed.py", "cpu/")  # all that the server's side needs
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What is behind `engine.python`: SGLang's version, and whether its PyTorch sees a GPU."""
+
+    python: str
+    version: str
+    device: str  # cpu | cuda
+
+
+@dataclass(frozen=True)
+class Capturing:
+    """What the plugin is asked for.
+
+    spool      folder, on the server's side and on ours the same
+    layer_ids  of the engine, from data/boundaries.py; null: the states are not captured
+    feed       record what a drafter is fed and proposes
+    """
+
+    spool: Path
+    layer_ids: list[int] | None
+    feed: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps({"spool": str(self.spool.resolve()), "layer_ids": self.layer_ids, "feed": self.feed})
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """An EAGLE-3 drafter beside the target, which proposes a chain of `num_steps` tokens at a time."""
+
+    path: Path
+    num_steps: int
+    unquantized: bool = False  # the target is quantized and the drafter is not
+
+    def options(self) -> list[str]:
+        options = [
+            "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(self.path),
+            "--speculative-num-steps", str(self.num_steps), "--speculative-eagle-topk", "1",
+            "--speculative-num-draft-tokens", str(self.num_steps + 1),
+        ]  # fmt: skip
+        return options + (["--speculative-draft-model-quantization", "unquant"] if self.unquantized else [])
+
+
+def installation(engine: EngineConfig) -> Installation:
+    """Asks `engine.python` for its SGLang.
+
+    Raises ValueError if there is no such Python, no SGLang in it, or a version Eyas was not read against.
+    """
+    if engine.python is None:
+        found = _here()
+    else:
+        found = _elsewhere(engine.python, need_device=engine.device == "auto")
+    if engine.device != "auto":
+        found = Installation(found.python, found.version, engine.device)
+    numbers = tuple(int(n) for n in found.version.split(".")[:3] if n.isdigit())
+    first, last = VERSIONS
+    if not first <= numbers <= last:
+        first, last = (".".join(map(str, version)) for version in VERSIONS)
+        raise ValueError(f"{found.python} has SGLang {found.version}: Eyas captures from {first} to {last}; install one")
+    return found
+
+
+def _here() -> Installation:
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(
+            f"{sys.executable} has no sglang: install it, set engine.python to a Python that has it, or attach to a "
+            f"running server with server.url"
+        ) from None
+    import torch
+
+    return Installation(sys.executable, version, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+@functools.cache
+def _elsewhere(python: str, *, need_device: bool) -> Installation:
+    code = "import importlib.metadata, json; found = [importlib.metadata.version('sglang'), None]\n"
+    if need_device:
+        code += "import torch; found[1] = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+    try:
+        answer = subprocess.run(
+            [python, "-c", code + "print(json.dumps(found))"], capture_output=True, text=True, timeout=120
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"engine.python={python} cannot be run ({error}): set it to a Python with sglang") from error
+    if answer.returncode:
+        reason = (answer.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ValueError(f"engine.python={python} has no usable sglang ({reason}): install it there, or set another")
+    version, device = json.loads(answer.stdout.splitlines()[-1])
+    return Installation(python, version, device or "cuda")
+
+
+def command(
+    target: Path,
+    found: Installation,
+    *,
+    engine: EngineConfig,
+    host: str,
+    port: int,
+    capturing: bool,
+    drafting: Drafting | None,
+    trust_remote_code: bool,
+) -> list[str]:
+    """The command line of the server; on a CPU through the shim of extract/cpu/."""
+    on_cpu = found.device == "cpu"
+    module = "extract.cpu.launch" if on_cpu else "sglang.launch_server"
+    line = [found.python, "-m", module, "--model-path", str(target), "--host", host, "--port", str(port)]
+    line += ["--log-level-http", "warning", "--skip-server-warmup"]
+    line += ["--dtype", ("float32" if on_cpu else "auto") if engine.dtype == "auto" else engine.dtype]
+    if on_cpu:
+        # These two backends take the shim's attention; the plain flag would ask for a CPU with AMX.
+        line += ["--device", "cpu", "--prefill-attention-backend", "intel_amx"]
+        line += ["--decode-attention-backend", "intel_amx", "--disable-overlap-schedule"]
+    if capturing:
+        line += ["--disable-radix-cache"]  # rows in the cache are not computed again
+    if trust_remote_code:
+        line += ["--trust-remote-code"]
+    if engine.tensor_parallel > 1:
+        line += ["--tp-size", str(engine.tensor_parallel)]
+    limits = {
+        "--context-length": engine.context_length,
+        "--max-total-tokens": engine.max_total_tokens or (CPU_TOTAL_TOKENS if on_cpu else None),
+        "--max-running-requests": engine.max_running_requests or (CPU_RUNNING_REQUESTS if on_cpu else None),
+        "--mem-fraction-static": engine.mem_fraction or (0.1 if on_cpu else None),
+    }
+    line += [text for option, value in limits.items() if value is not None for text in (option, str(value))]
+    return line + (drafting.options() if drafting else []) + list(engine.extra_args)
+
+
+def environment(
+    found: Installation, *, engine: EngineConfig, plugin: Path, capturing: Capturing | None
+) -> dict[str, str]:
+    """What the server's environment has beside our own."""
+    paths = [str(plugin), *filter(None, [os.environ.get("PYTHONPATH")])]
+    added = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    if capturing:
+        added[VARIABLE] = capturing.to_json()
+    if found.device == "cpu":
+        added |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        if engine.tensor_parallel > 1:  # else every process takes every core
+            cores = sorted(os.sched_getaffinity(0))
+            share = max(1, len(cores) // engine.tensor_parallel)
+            groups = [cores[i * share : (i + 1) * share] or cores[:1] for i in range(engine.tensor_parallel)]
+            added["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
+    return added
+
+
+def install_plugin(folder: Path) -> Path:
+    """A folder for the server's PYTHONPATH: the plugin's files and the entry point by which SGLang finds it.
+
+    Nothing is installed in the server's environment. Where Eyas is installed there, this copy comes first.
+    """
+    root = Path(__file__).resolve().parent
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in PLUGIN_FILES:
+        target = folder / "extract" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("/"):
+            shutil.copytree(root / name, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(root / name, target)
+    about = folder / "eyas-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: eyas\nVersion: 0\n")
+    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\neyas = extract.plugin:register\n")
+    return folder

@@ -1,0 +1,249 @@
+"""The engine's server: starts it as a child process, or attaches to one; knows when it is ready, and why it is not."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tqdm import tqdm
+
+from data.boundaries import architecture_of
+from extract.command import Capturing, Drafting, Installation, command, environment, install_plugin, installation
+from extract.config import EngineConfig, ServerConfig
+
+POLL_SECONDS = 0.2
+STOP_SECONDS = 5.0  # for the server's other processes to follow the first
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Server:
+    """A server that is ready inside the `with` block, and stopped after it if it was started here.
+
+    target     Hugging Face folder            out  folder for its log and plugin
+    capturing  what the plugin is asked for   drafting  the drafter to serve with
+    config.url attaches to a running server instead: it must have been started with the command that
+    `python extract/main.py mode=command` prints, if it is to capture.
+
+    Raises ValueError that says what happened, shows the last log lines, and what to do.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        *,
+        engine: EngineConfig,
+        config: ServerConfig,
+        out: Path,
+        capturing: Capturing | None = None,
+        drafting: Drafting | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.target, self.engine, self.config, self.out = Path(target), engine, config, Path(out)
+        self.capturing, self.drafting, self.trust_remote_code = capturing, drafting, trust_remote_code
+        self.url = config.url.rstrip("/") if config.url else ""
+        self.log = self.out / "server.log"
+        self._process: subprocess.Popen | None = None
+
+    def __enter__(self) -> Server:
+        try:
+            if not self.config.url:
+                self._start()
+            self._wait()
+            self._check_model()
+            if self.capturing and self.capturing.layer_ids is not None:
+                self._check_plugin()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop()
+
+    def get(self, path: str, *, timeout_seconds: float = 30.0) -> Any:
+        """The JSON that the server answers; None if it answers without content. Raises OSError."""
+        with urllib.request.urlopen(self.url + path, timeout=timeout_seconds) as answer:
+            content = answer.read()
+        return json.loads(content) if content else None
+
+    def is_alive(self) -> bool:
+        return self._process is None or self._process.poll() is None
+
+    def stop(self) -> None:
+        """Ends all processes that were started here; a server attached to goes on."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        # SGLang's graceful end takes 5 to 10 s, and nothing in it is ours. Its processes die with the first one, and
+        # Python's resource tracker, which outlives them for a moment, removes what they left in shared memory.
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + STOP_SECONDS
+        while _group_exists(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if _group_exists(process.pid):  # or only zombies that nobody reaps, in a container without an init
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def failure(self, what: str, *, cure: str) -> ValueError:
+        """An error about this server: what happened, the last log lines, what to do."""
+        shown = f"; the last lines of {self.log}: {' | '.join(self.last_lines())}" if not self.config.url else ""
+        return ValueError(f"{what}: {cure}{shown}")
+
+    def last_lines(self, count: int = 8) -> list[str]:
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError:
+            return []
+        return [line.strip()[:300] for line in lines if line.strip()][-count:]
+
+    def _start(self) -> None:
+        found: Installation = installation(self.engine)
+        host, port = self.config.host, self.config.port or _free_port(self.config.host)
+        _check_port(host, port)
+        self.url = f"http://{host}:{port}"
+        self.out.mkdir(parents=True, exist_ok=True)
+        if self.capturing:
+            self.capturing.spool.mkdir(parents=True, exist_ok=True)
+            for leftover in self.capturing.spool.glob("server-*.json"):
+                leftover.unlink()
+        plugin = install_plugin(self.out / "plugin")
+        line = command(
+            self.target.resolve(), found, engine=self.engine, host=host, port=port,
+            capturing=self.capturing is not None and self.capturing.layer_ids is not None,
+            drafting=self.drafting, trust_remote_code=self.trust_remote_code,
+        )  # fmt: skip
+        added = environment(found, engine=self.engine, plugin=plugin, capturing=self.capturing)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                line, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=self.out,
+                env=os.environ | added, start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+
+    def _wait(self) -> None:
+        """Until /health says 200. 503 means that it still loads; no answer, that its port is not open yet."""
+        started, state = time.monotonic(), "port not open yet"
+        limit = self.config.ready_timeout_seconds
+        with tqdm(bar_format="{desc} {elapsed}", desc="server: starting", mininterval=_interval()) as progress:
+            while True:
+                elapsed = time.monotonic() - started
+                if not self.is_alive():
+                    status = self._process.returncode
+                    raise self.failure(f"the server exited with status {status} after {elapsed:.0f} s", cure=_hint(self))
+                try:
+                    self.get("/health")
+                    return
+                except urllib.error.HTTPError as error:
+                    state = "loading (503)" if error.code == 503 else f"answers {error.code}"
+                except OSError:
+                    state = "port not open yet"
+                if self.config.url and state == "port not open yet":
+                    raise ValueError(f"nothing answers at server.url={self.url}: start it there, or set another url")
+                if elapsed > limit:
+                    raise self.failure(
+                        f"the server is not ready after {elapsed:.0f} s ({state}; {self._activity()})",
+                        cure="set server.ready_timeout_seconds if it needs longer",
+                    )
+                progress.set_description_str(f"server: {state}", refresh=False)
+                progress.update()
+                time.sleep(POLL_SECONDS)
+
+    def _activity(self) -> str:
+        """Whether the server's processes compute or wait, from one second of their CPU time."""
+        if self._process is None:
+            return "its processes are not ours to see"
+        try:
+            main = psutil.Process(self._process.pid)
+            processes = [main, *main.children(recursive=True)]
+            before = sum(sum(process.cpu_times()[:2]) for process in processes)
+            time.sleep(1.0)
+            burnt = sum(sum(process.cpu_times()[:2]) for process in processes) - before
+        except psutil.Error:
+            return "its processes come and go"
+        doing = "they compute" if burnt > 0.2 else "they wait: it hangs"
+        return f"{len(processes)} processes used {burnt:.1f} CPU seconds in the last second: {doing}"
+
+    def _check_model(self) -> None:
+        try:
+            served = self.get("/model_info")
+        except OSError as error:
+            raise self.failure(f"{self.url}/model_info does not answer ({error})", cure="is this SGLang?") from error
+        architecture, found = architecture_of(self.target), served.get("architectures") or []
+        path = Path(served.get("model_path", ""))
+        if architecture not in found or (self._process and path != self.target.resolve()):
+            raise ValueError(
+                f"the server at {self.url} serves {path} ({', '.join(found)}), this run asks for {self.target} "
+                f"({architecture}): set target= to that model, or server.url to another server"
+            )
+
+    def _check_plugin(self) -> None:
+        """The plugin has written what it captures; with `server.url` it may be another capture than this run's."""
+        spool, cure = self.capturing.spool, "start it with the command that mode=command prints"
+        said = [json.loads(path.read_text()) for path in spool.glob("server-*.json")]
+        if not said:
+            raise self.failure(f"the server at {self.url} does not capture into {spool}", cure=cure)
+        for about in said:
+            if "error" in about:
+                raise self.failure(f"SGLang cannot capture from this model ({about['error']})", cure="see the log")
+            if about["layer_ids"] != self.capturing.layer_ids:
+                raise ValueError(
+                    f"the server at {self.url} captures layer ids {about['layer_ids']}, this run needs "
+                    f"{self.capturing.layer_ids}: {cure}"
+                )
+
+
+def _interval() -> float:
+    """Seconds between two looks of a progress bar: often on a terminal, seldom in a log."""
+    return 0.5 if sys.stderr.isatty() else 30.0
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _hint(server: Server) -> str:
+    lines = " ".join(server.last_lines(40)).lower()
+    if "no space left" in lines:
+        return "free some disk space"
+    if "out of memory" in lines or "not enough memory" in lines:
+        return "lower engine.mem_fraction or engine.max_total_tokens, or use more GPUs (engine.tensor_parallel)"
+    if "address already in use" in lines:
+        return "set server.port=0 for a free one"
+    return "see its log"
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return found.getsockname()[1]
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} of {host} cannot be used ({error.strerror}): set server.port=0 for a free one, or attach "
+                f"to the server there with server.url=http://{host}:{port}"
+            ) from error
+
+
+def _die_with_parent() -> None:
+    """In the child, before it becomes the server: if this process is killed, so is the server."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

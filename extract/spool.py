@@ -1,0 +1,117 @@
+"""The spool: a folder through which the server's processes hand captured rows to the extractor.
+
+    server-<pid>.json                          what one scheduler process captures, or why it cannot
+    <rid>/<start>.r<rank>.safetensors          rows start.. of a request: tokens [T], states [T, A+1, H]
+    <rid>/feed-<start>.r<rank>.safetensors     what the drafter was fed with the prompt, see extract/feed.py
+    <rid>/steps.jsonl                          what the drafter proposed, one verified step a line
+    <rid>/error.json                           why the rows of this request are not here
+
+A file appears under its name when it is complete. Both sides import this file; it needs only torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+RID_PREFIX = "eyas-"  # requests of ours; all others pass unseen
+ALL_RANKS_PREFIX = "eyas-all-"  # of these every tensor-parallel rank writes its rows, to be compared
+
+_DTYPE_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32", torch.int64: "I64",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+class Part(NamedTuple):
+    """Rows start, start + 1, ... of a request, from one rank."""
+
+    start: int
+    rank: int
+    tokens: Tensor  # [T] int32
+    states: Tensor  # [T, A+1, H] the boundaries in their order, then `last`; the server's dtype
+
+
+def write_part(spool: Path, rid: str, *, start: int, rank: int, tokens: Tensor, states: Tensor, kind: str = "") -> None:
+    """One part of request `rid`; tensors on the CPU, contiguous. Raises OSError if the disk is full."""
+    header: dict[str, Any] = {}
+    offset, chunks = 0, []
+    for name, tensor in (("states", states), ("tokens", tokens)):
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end],
+        }  # fmt: skip
+        chunks.append(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    _write(spool / rid / f"{kind}{start:08d}.r{rank}.safetensors", [struct.pack("<Q", len(text)), text, *chunks])
+
+
+def write_json(path: Path, content: Any) -> None:
+    _write(path, [json.dumps(content).encode()])
+
+
+def append_line(path: Path, content: Any) -> None:
+    """One JSON line, in one write."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(content).encode() + b"\n")
+
+
+def read_parts(spool: Path, rid: str, *, kind: str = "") -> list[Part]:
+    """The parts of `rid` that are here, by rank and row."""
+    parts = []
+    for path in list_parts(spool, rid, kind=kind):
+        start, rank = path.name.removeprefix(kind).split(".")[:2]
+        buffer = bytearray(path.read_bytes())
+        (length,) = struct.unpack_from("<Q", buffer)
+        columns = {}
+        for name, entry in json.loads(buffer[8 : 8 + length]).items():
+            begin, end = entry["data_offsets"]
+            dtype = _DTYPES[entry["dtype"]]
+            columns[name] = torch.frombuffer(
+                buffer, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=8 + length + begin
+            ).view(entry["shape"])
+        parts.append(Part(start=int(start), rank=int(rank.removeprefix("r")), **columns))
+    return sorted(parts, key=lambda part: (part.rank, part.start))
+
+
+def list_parts(spool: Path, rid: str, *, kind: str = "") -> list[Path]:
+    """Files of the parts of `rid` that are here, without reading them."""
+    try:
+        names = os.listdir(spool / rid)
+    except FileNotFoundError:
+        return []
+    return [
+        spool / rid / name
+        for name in names
+        if name.endswith(".safetensors") and name.startswith(kind) and name[len(kind)].isdigit()
+    ]
+
+
+def read_error(spool: Path, rid: str) -> str | None:
+    """Why the plugin could not capture `rid`; None if it says nothing."""
+    try:
+        return json.loads((spool / rid / "error.json").read_text())["error"]
+    except FileNotFoundError:
+        return None
+
+
+def _write(path: Path, chunks: list[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
