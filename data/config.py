@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 import typing
@@ -253,8 +254,8 @@ def _explain(error: Exception, *, known: list[str]) -> str:
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     key = getattr(cause, "full_key", None)
     if isinstance(cause, (MissingMandatoryValue, InterpolationToMissingValueError)):
-        if key and key.startswith("hydra."):  # hydra.run.dir is ${out}
-            key = "out"
+        wanted = re.search(r"[Mm]andatory value: (\w+)", str(cause))  # ${out} of hydra.run.dir names out
+        key = wanted[1] if wanted else key
         return f"{key}=... is missing: give it on the command line, see --help"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         close = difflib.get_close_matches(key, known, n=1)

@@ -1,0 +1,225 @@
+"""Configuration: every YAML composes, misspelt keys are errors, errors are one line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+
+from data.config import (
+    DataConfig,
+    TargetConfig,
+    fingerprint,
+    finished,
+    folders_are_values,
+    stage,
+    typed,
+    write_atomically,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+STAGES = {
+    "data": ("data.config", "DataConfig"),
+    "extract": ("extract.config", "ExtractConfig"),
+    "train": ("train.config", "TrainConfig"),
+    "evaluate": ("train.config", "EvaluateConfig"),
+    "export": ("train.config", "ExportConfig"),
+    "quickstart": ("launch.config", "QuickstartConfig"),
+    "serve": ("launch.config", "ServeConfig"),
+    "bench": ("launch.config", "BenchConfig"),
+}
+NEEDED = {
+    "extract": ["prompts=given", "out=given"],
+    "evaluate": ["drafter=given", "shards=given"],
+    "bench": ["drafter=given", "prompts=given"],
+}  # where missing_keys does not suffice: options made of others, or needed by mode
+CHOICES = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml"))
+
+
+def stages_with(group: str) -> list[str]:
+    """Stages whose defaults list has the group."""
+    defaults = {file.stem: OmegaConf.to_object(OmegaConf.load(file).defaults) for file in CONF.glob("*.yaml")}
+    return [name for name, entries in defaults.items() if any(group in entry for entry in entries if entry != "_self_")]
+
+
+def composed(name: str, *overrides: str):
+    module, cls = STAGES[name]
+    cls = getattr(importlib.import_module(module), cls)
+    with initialize_config_dir(str(CONF), version_base=None), folders_are_values(cls, CONF / f"{name}.yaml"):
+        cfg = compose(name, overrides=[*NEEDED.get(name, []), *overrides])
+    for key in OmegaConf.missing_keys(cfg):
+        OmegaConf.update(cfg, key, "given")
+    return typed(cls, cfg)
+
+
+def test_every_stage_with_a_yaml_is_listed_here():
+    assert {file.stem for file in CONF.glob("*.yaml")} == set(STAGES)
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in CONF.glob("*.yaml")))
+def test_every_stage_composes(name: str):
+    composed(name)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_file_of_every_group_composes(choice: str):
+    group = choice.partition("=")[0]
+    names = stages_with(group)
+    assert names, f"no stage takes conf/{group}/"
+    for name in names:
+        composed(name, choice)
+
+
+@pytest.mark.parametrize("name", sorted(STAGES))
+def test_a_misspelt_key_is_an_error(name: str):
+    with pytest.raises(ConfigCompositionException, match="bogus_key"):
+        composed(name, "bogus_key=1")
+    with pytest.raises(ValueError, match="there is no option bogus_key"):
+        composed(name, "+bogus_key=1")
+
+
+TARGET = dict(name="t", path="p", source=None, boundaries=[1, 2], dtype="float32", trust_remote_code=False)
+
+
+def test_a_near_miss_is_pointed_out():
+    with pytest.raises(ValueError, match="no option boundries: did you mean boundaries"):
+        typed(TargetConfig, OmegaConf.create({**TARGET, "boundries": [1]}))
+
+
+def test_a_value_that_was_not_given_is_asked_for():
+    with pytest.raises(ValueError, match=r"name=\.\.\. is missing"):
+        typed(TargetConfig, OmegaConf.create({**TARGET, "name": "???"}))
+    with pytest.raises(ValueError, match=r"name=\.\.\. is missing"):  # and not path, which is made of it
+        typed(TargetConfig, OmegaConf.create({**TARGET, "name": "???", "path": "models/${name}"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"boundaries": "x"}, "boundaries"),
+        ({"boundaries": [3, 1]}, r"target.boundaries=\[3, 1\]: expected ascending"),
+        ({"boundaries": []}, "expected ascending"),
+        ({"dtype": "int8"}, "target.dtype=int8: expected one of bfloat16"),
+        ({"source": "gpt2"}, "target.source=gpt2: expected null or one of smollm2"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused(change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        typed(TargetConfig, OmegaConf.create({**TARGET, **change}))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["validation_fraction=1", "validation_fraction=-0.1", "max_tokens=1", "min_supervised=0", "rewritten_history=x"],
+)
+def test_a_data_run_that_cannot_be_is_refused(override: str):
+    with pytest.raises(ValueError, match=f"{override.partition('=')[0]}=.*: expected"):
+        composed("data", override)
+
+
+def run_stage(function, monkeypatch, tmp_path, *arguments: str):
+    """A stage on the command line, in this process, with conf/data.yaml."""
+    monkeypatch.setattr(sys, "argv", ["main.py", f"out={tmp_path}", "conversations=FILE", *arguments])
+    stage("data")(function)()
+
+
+def test_a_stage_ends_with_a_line_and_a_summary(monkeypatch, tmp_path, capsys):
+    def main(config: DataConfig) -> dict:
+        return {"rows": 3, "line": "three rows"}
+
+    run_stage(main, monkeypatch, tmp_path)
+    assert capsys.readouterr().out.splitlines()[-1] == f"data: three rows (summary: {tmp_path / 'summary.json'})"
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["stage"], summary["rows"]) == ("data", 3)
+
+
+@pytest.mark.parametrize("error", [ValueError("x=1: expected 2"), FileNotFoundError("no file y")])
+def test_a_users_error_is_one_line_and_status_2(error: Exception, monkeypatch, tmp_path, capsys):
+    def main(config: DataConfig) -> dict:
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        run_stage(main, monkeypatch, tmp_path)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_our_own_mistake_keeps_its_trace(monkeypatch, tmp_path):
+    def main(config: DataConfig) -> dict:
+        raise AssertionError("ours")
+
+    with pytest.raises(AssertionError, match="ours"):
+        run_stage(main, monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [("max_token=3", "no option max_token: did you mean max_tokens"), ("target=gpt2", "Could not find 'target/gpt2'")],
+)
+def test_a_command_line_that_does_not_compose_is_one_line(argument: str, message: str, monkeypatch, tmp_path, capsys):
+    def main(config: DataConfig) -> dict:
+        raise AssertionError("not reached")
+
+    with pytest.raises(SystemExit):
+        run_stage(main, monkeypatch, tmp_path, argument)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def test_only_rank_0_speaks(monkeypatch, tmp_path, capsys):
+    def main(config: DataConfig) -> dict:
+        return {"line": "done"}
+
+    monkeypatch.setenv("RANK", "1")
+    run_stage(main, monkeypatch, tmp_path)
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_run_with_nothing_to_do_keeps_the_first_ones_summary(monkeypatch, tmp_path, capsys):
+    inputs = fingerprint("same")
+
+    def main(config: DataConfig) -> dict:
+        if done := finished(tmp_path, inputs):
+            return {**done, "line": "nothing to do"}
+        return {"fingerprint": inputs, "rows": 3, "line": "three rows"}
+
+    run_stage(main, monkeypatch, tmp_path)
+    first = (tmp_path / "summary.json").read_bytes()
+    run_stage(main, monkeypatch, tmp_path)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("data: nothing to do")
+    assert (tmp_path / "summary.json").read_bytes() == first
+
+
+def test_a_fingerprint_follows_the_bytes_of_files_and_the_values(tmp_path):
+    (tmp_path / "a").write_text("1")
+    before = fingerprint({"k": 1}, tmp_path / "a")
+    assert before == fingerprint({"k": 1}, tmp_path / "a")
+    assert before != fingerprint({"k": 2}, tmp_path / "a")
+    (tmp_path / "a").write_text("2")
+    assert before != fingerprint({"k": 1}, tmp_path / "a")
+
+
+def test_a_half_written_summary_is_not_a_finished_run(tmp_path):
+    (tmp_path / "summary.json").write_text('{"fingerprint": "x"')
+    assert finished(tmp_path, "x") is None
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_temporary_one(tmp_path, monkeypatch):
+    write_atomically(tmp_path / "f", "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ValueError, match="cannot write .*f: No space left on device"):
+        write_atomically(tmp_path / "f", "new")
+    assert [file.name for file in tmp_path.iterdir()] == ["f"] and (tmp_path / "f").read_text() == "old"
