@@ -61,12 +61,22 @@ class ServeConfig:
 
 
 @dataclass
+class StageOptions:
+    """More options for a stage of the quickstart, as on its own command line: ["epochs=2"]."""
+
+    data: list[str]
+    extract: list[str]
+    train: list[str]
+    evaluate: list[str]
+    bench: list[str]
+
+
+@dataclass
 class QuickstartConfig:
     """The whole way once, on one machine. YAML: conf/quickstart.yaml.
 
     conversations  file, one JSON object a line
     experiment     of conf/experiment/, for train/main.py
-    extra          more options for a stage, by its name: {train: ["epochs=2"]}
     """
 
     target: TargetConfig
@@ -74,12 +84,7 @@ class QuickstartConfig:
     out: str
     experiment: str
     validation_fraction: float
-    extra: dict[str, list[str]]
-
-    def __post_init__(self) -> None:
-        stages = ("data", "extract", "train", "evaluate", "bench")
-        unknown = sorted(set(self.extra) - set(stages))
-        require(not unknown, "extra", unknown, f"stages: {', '.join(stages)}")
+    options: StageOptions
 
 
 def _check_serving(num_drafts: int | None, server: ServerConfig) -> None:

@@ -51,7 +51,7 @@ def plan(config: QuickstartConfig) -> tuple[dict[str, list[str]], dict[str, Path
         "bench": ["python", "launch/bench.py", target, f"drafter={drafter}", f"prompts={prompts}"],
     }  # fmt: skip
     for name, command in commands.items():
-        command += [f"out={folders[name]}", *config.extra.get(name, [])]
+        command += [f"out={folders[name]}", *getattr(config.options, name)]
     return commands, folders
 
 

@@ -31,6 +31,10 @@ def test_a_drafters_folder_is_no_choice_of_the_group_of_that_name():
     assert (config.drafter, config.out) == ("/somewhere/export", "/somewhere/export-bench")
 
 
+def test_a_stage_of_the_quickstart_takes_more_options():
+    assert composed("quickstart", 'options.train=["epochs=2"]').options.train == ["epochs=2"]
+
+
 def test_the_target_is_still_a_choice():
     assert composed("bench", "target=tiny_llama").target.name == "tiny_llama"
 
@@ -44,7 +48,6 @@ def test_the_target_is_still_a_choice():
         ("bench", "num_drafts=0", "num_drafts=0: expected null or at least 1"),
         ("serve", "num_drafts=0", "num_drafts=0: expected null or at least 1"),
         ("serve", "server.url=http://h:1", "server.url=http://h:1: expected null: the drafter is given to a server"),
-        ("quickstart", "extra={serve:[]}", "expected stages: data, extract"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(name: str, override: str, message: str):
