@@ -22,6 +22,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_llama(models: Path) -> TargetConfig:
     """conf/target/tiny_llama.yaml, made."""
-    config = typed(TargetConfig, OmegaConf.load(CONF / "target" / "tiny_llama.yaml") | {"path": f"{models}/tiny_llama"})
+    described = OmegaConf.load(CONF / "target" / "tiny_llama.yaml")
+    config = typed(TargetConfig, OmegaConf.merge(described, {"path": f"{models}/tiny_llama"}))
     ensure_target(config)
     return config

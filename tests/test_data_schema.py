@@ -1,0 +1,172 @@
+"""The record's bytes, and the provenance that data and runs must share."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from data.config import TargetConfig
+from data.schema import Manifest, Provenance, check_record, check_same, decode, difference, encode, safe_key
+from tests.records import PROVENANCE, record_of
+
+
+def bytes_of(record, codec: str) -> bytes:
+    header, tensors = encode(record, codec)
+    return header + b"".join(t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+
+
+@pytest.mark.parametrize(("codec", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+def test_plain_safetensors_reads_a_record(codec: str, dtype: torch.dtype, num_tokens: int):
+    record = record_of("a", num_tokens=num_tokens)
+    columns = safetensors.torch.load(bytes_of(record, codec))
+    assert set(columns) == {"tokens", "loss_mask", "aux", "last"}
+    assert columns["tokens"].dtype == torch.int32 and columns["tokens"].tolist() == record.tokens.tolist()
+    assert columns["loss_mask"].dtype == torch.uint8 and columns["loss_mask"].tolist() == record.loss_mask.tolist()
+    for name in ("aux", "last"):
+        assert columns[name].dtype == dtype and torch.equal(columns[name], getattr(record, name).to(dtype))
+
+
+def test_bf16_rounds_to_nearest_even():
+    """By hand: bf16 keeps 8 bits of 1.x. 1 + 3/256 lies between 1 + 2/256 and 1 + 4/256: a tie, to even."""
+    record = record_of("a", num_tokens=1)
+    values = torch.tensor([1 + 1 / 256, 1 + 3 / 256, 1 + 1.01 / 256, -(1 + 3 / 256), 0.0, 1.0, 2.0, 3.0])
+    record = replace(record, last=values[None])
+    last = safetensors.torch.load(bytes_of(record, "bf16"))["last"][0].float().tolist()
+    assert last == [1.0, 1 + 4 / 256, 1 + 2 / 256, -(1 + 4 / 256), 0.0, 1.0, 2.0, 3.0]
+
+
+def test_decoding_shares_memory_with_the_buffer():
+    content = bytearray(b"x" * 512 + bytes_of(record_of("a"), "bf16"))
+    columns = decode(content, offset=512, size=len(content) - 512)
+    content[-1] ^= 1  # loss_mask is the last column
+    assert columns["loss_mask"][-1] == record_of("a").loss_mask[-1].item() ^ 1
+
+
+def test_a_record_that_claims_more_than_there_is_does_not_decode():
+    content = bytes_of(record_of("a"), "bf16")
+    with pytest.raises(ValueError, match="ends after the record"):
+        decode(bytearray(content), offset=0, size=len(content) - 1)
+
+
+@pytest.mark.parametrize("id", ["mt_bench-0", "a.b", "a/b", "../../etc", "", "ü", "x" * 300, "two words"])
+def test_a_key_is_a_file_name_without_a_dot(id: str):
+    key = safe_key(id)
+    assert key and len(key) < 80 and all(c.isascii() and (c.isalnum() or c in "_-") for c in key)
+
+
+def test_ids_that_differ_only_where_a_key_may_not_keep_different_keys():
+    assert len({safe_key(id) for id in ("a.b", "a/b", "a b", "a_b", "x" * 99, "x" * 98)}) == 6
+    assert safe_key("a_b") == "a_b"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"aux": torch.zeros(5, 2, 8)}, r"record a: aux has shape \[5, 2, 8\], expected \[5, 3, 8\]"),
+        ({"last": torch.zeros(4, 8)}, r"last has shape \[4, 8\]"),
+        ({"split": "test"}, "split 'test', expected train or validation"),
+    ],
+)
+def test_a_record_of_another_shape_is_refused(change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_record(replace(record_of("a"), **change), PROVENANCE)
+
+
+def test_other_boundaries_are_named_with_the_cure():
+    """The error of docs/design.md's style: found, expected, cure."""
+    kimi = replace(PROVENANCE, target="kimi", boundaries=(2, 30, 58), num_layers=61)
+    with pytest.raises(ValueError) as caught:
+        check_same(kimi, replace(kimi, boundaries=(3, 31, 59)), where="shards/kimi")
+    assert str(caught.value) == (
+        "shards/kimi was captured at boundaries [2, 30, 58], this run asks for [3, 31, 59]: "
+        "set target.boundaries=[2,30,58], or extract again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("target", "x"), ("config_hash", "x"), ("weights_fingerprint", "x"), ("tokenizer_hash", "x"),
+     ("chat_template_hash", "x"), ("hidden_size", 9), ("vocab_size", 9), ("num_layers", 9), ("last", "pre_norm")],
+)  # fmt: skip
+def test_whatever_changes_what_the_numbers_mean_is_refused(field: str, value):
+    other = replace(PROVENANCE, **{field: value})
+    words = difference(PROVENANCE, other)
+    assert str(getattr(PROVENANCE, field)) in words and str(value) in words
+    with pytest.raises(ValueError, match="extract again"):
+        check_same(PROVENANCE, other, where="shards")
+
+
+def test_engine_and_codec_may_differ():
+    assert difference(PROVENANCE, replace(PROVENANCE, engine="vllm", engine_version="1", codec="fp32")) is None
+
+
+def test_an_unknown_codec_is_refused():
+    with pytest.raises(ValueError, match="codec=int3: expected one of bf16"):
+        replace(PROVENANCE, codec="int3")
+
+
+def provenance_of(path: Path) -> Provenance:
+    return Provenance.of_target(
+        path, name="tiny_llama", boundaries=[2, 3, 5], codec="bf16", engine="sglang", engine_version="0.5.23"
+    )
+
+
+def test_a_targets_provenance_follows_its_files(tiny_llama: TargetConfig, tmp_path: Path):
+    before = provenance_of(Path(tiny_llama.path))
+    assert (before.num_layers, before.hidden_size, before.vocab_size, before.last) == (6, 128, 512, "post_norm")
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_llama.path, copy)
+    assert provenance_of(copy) == before
+
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-2] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert "with weights" in difference(before, provenance_of(copy))
+
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    assert before.chat_template_hash != provenance_of(copy).chat_template_hash
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    assert "with config" in difference(before, provenance_of(copy))
+
+
+def test_a_config_saved_by_another_version_of_transformers_is_the_same(tiny_llama: TargetConfig, tmp_path: Path):
+    shutil.copytree(tiny_llama.path, tmp_path / "copy")
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
+    (tmp_path / "copy" / "config.json").write_text(json.dumps({**config, "transformers_version": "9"}))
+    assert provenance_of(tmp_path / "copy") == provenance_of(Path(tiny_llama.path))
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "model.safetensors", "config.json"])
+def test_a_target_without_a_part_is_named(missing: str, tiny_llama: TargetConfig, tmp_path: Path):
+    shutil.copytree(tiny_llama.path, tmp_path / "copy")
+    (tmp_path / "copy" / missing).unlink()
+    with pytest.raises(ValueError, match=str(tmp_path / "copy")):
+        provenance_of(tmp_path / "copy")
+
+
+def test_a_manifest_survives_json(tmp_path: Path):
+    manifest = Manifest(provenance=PROVENANCE)
+    (tmp_path / "manifest.json").write_text(manifest.to_json())
+    assert Manifest.load(tmp_path) == manifest
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read"),
+        ('{"schema_version": 99}', "has schema version 99, this Eyas reads 1"),
+        ('{"schema_version": 1}', "lacks or adds a field"),
+    ],
+)
+def test_a_manifest_that_is_not_ours_is_named(tmp_path: Path, content: str, message: str):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}/manifest.json.*{message}"):
+        Manifest.load(tmp_path)

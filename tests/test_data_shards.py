@@ -1,0 +1,245 @@
+"""Both halves of the format: complete or absent, damaged files named, readable by plain WebDataset."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import webdataset
+
+from data.schema import Manifest
+from data.shards import ShardReader, ShardWriter, finished_ids
+from tests.records import PROVENANCE, dataset_of, record_of
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def writer_of(folder: Path, *, shard_bytes: int = 1 << 20, split: str = "train", provenance=PROVENANCE) -> ShardWriter:
+    return ShardWriter(folder, provenance=provenance, split=split, shard_bytes=shard_bytes)
+
+
+def names(folder: Path) -> set[str]:
+    """Everything but the lock files."""
+    return {file.name for file in folder.iterdir() if not file.name.endswith(".lock")}
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp32"])
+def test_what_was_written_is_read(tmp_path: Path, codec: str):
+    records = [record_of(f"id/{i}.x", num_tokens=1 + i) for i in range(9)]
+    reader = ShardReader(dataset_of(tmp_path, records, shard_bytes=4000, codec=codec), split="train")
+    assert len(reader) == 9 and len(reader.shards) > 1
+    assert reader.lengths.tolist() == [1 + i for i in range(9)] and reader.lengths.dtype == "int64"
+    for written, read in zip(records, reader, strict=True):
+        assert (read.id, read.source, read.split) == (written.id, "test", "train")
+        assert torch.equal(read.tokens, written.tokens.int()) and torch.equal(read.loss_mask, written.loss_mask.byte())
+        assert torch.equal(read.aux, written.aux.to(read.aux.dtype)) and read.aux.shape == written.aux.shape
+        assert torch.equal(read.last, written.last.to(read.last.dtype))
+    reader.verify()
+
+
+def test_plain_webdataset_reads_a_dataset(tmp_path: Path):
+    records = [record_of(f"id/{i}.x", num_tokens=4) for i in range(5)]
+    dataset_of(tmp_path, records, shard_bytes=3000)
+    shards = sorted(str(file) for file in tmp_path.glob("*.tar"))
+    assert len(shards) > 1
+    samples = list(webdataset.WebDataset(shards, shardshuffle=False))
+    for record, sample in zip(records, samples, strict=True):
+        assert json.loads(sample["json"]) == {
+            "id": record.id, "source": "test", "split": "train", "num_tokens": 4, "num_supervised": 2
+        }  # fmt: skip
+        assert torch.equal(safetensors.torch.load(sample["safetensors"])["aux"], record.aux.bfloat16())
+
+
+def test_plain_tar_reads_a_shard_and_members_are_not_compressed(tmp_path: Path):
+    dataset_of(tmp_path, [record_of("a")])
+    with tarfile.open(tmp_path / "train-000000.tar", "r:") as tar:
+        assert tar.getnames() == ["a.json", "a.safetensors"]
+
+
+def test_reading_copies_nothing(tmp_path: Path):
+    reader = ShardReader(dataset_of(tmp_path, [record_of("a")]), split="train")
+    assert reader.read(0).aux.data_ptr() == reader.read(0).aux.data_ptr()
+
+
+def test_the_manifest_counts_what_is_there(tmp_path: Path):
+    dataset_of(tmp_path, [record_of("a", num_tokens=5), record_of("b", num_tokens=4)])
+    (shard,) = Manifest.load(tmp_path).shards
+    assert (shard.name, shard.split, shard.samples, shard.tokens, shard.supervised) == ("train-000000.tar", "train", 2, 9, 4)
+    digest = subprocess.run(["sha256sum", tmp_path / shard.name], capture_output=True, text=True, check=True).stdout
+    assert digest.split()[0] == shard.sha256
+    assert (tmp_path / shard.name).stat().st_size == shard.bytes
+
+
+def test_both_splits_share_a_folder(tmp_path: Path):
+    with writer_of(tmp_path) as train, writer_of(tmp_path, split="validation") as validation:
+        train.write(record_of("a"))
+        validation.write(record_of("b", split="validation"))
+    assert [r.id for r in ShardReader(tmp_path, split="train")] == ["a"]
+    assert [r.id for r in ShardReader(tmp_path, split="validation")] == ["b"]
+    assert finished_ids(tmp_path) == {"a", "b"}
+
+
+def test_a_record_of_the_other_split_is_refused(tmp_path: Path):
+    with writer_of(tmp_path) as writer, pytest.raises(ValueError, match="is of split validation"):
+        writer.write(record_of("a", split="validation"))
+
+
+def test_a_dataset_is_continued(tmp_path: Path):
+    dataset_of(tmp_path, [record_of("a")])
+    dataset_of(tmp_path, [record_of("b")])
+    assert [r.id for r in ShardReader(tmp_path, split="train")] == ["a", "b"]
+
+
+@pytest.mark.parametrize("sitting", ["same", "next"])
+def test_an_id_that_comes_twice_is_refused(tmp_path: Path, sitting: str):
+    writer = writer_of(tmp_path)
+    writer.write(record_of("a"))
+    if sitting == "next":
+        writer.close()
+        writer = writer_of(tmp_path)
+    with writer, pytest.raises(ValueError, match="record a is already in"):
+        writer.write(record_of("a"))
+
+
+def test_another_provenance_does_not_join_a_dataset(tmp_path: Path):
+    dataset_of(tmp_path, [record_of("a")])
+    with pytest.raises(ValueError, match=r"at boundaries \[2, 3, 5\], this run asks for \[2, 3, 4\]"):
+        writer_of(tmp_path, provenance=replace(PROVENANCE, boundaries=(2, 3, 4)))
+    with pytest.raises(ValueError, match="holds bf16 records, this run writes fp32"):
+        writer_of(tmp_path, provenance=replace(PROVENANCE, codec="fp32"))
+
+
+def test_a_second_writer_of_a_split_is_refused(tmp_path: Path):
+    with writer_of(tmp_path), pytest.raises(ValueError, match="another process writes"):
+        writer_of(tmp_path)
+    writer_of(tmp_path).close()
+
+
+def test_an_exception_removes_the_unfinished_shard_and_keeps_the_others(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt), writer_of(tmp_path, shard_bytes=1) as writer:
+        writer.write(record_of("a"))
+        writer.shard_bytes = 1 << 20
+        writer.write(record_of("b"))
+        raise KeyboardInterrupt
+    assert names(tmp_path) == {"manifest.json", "train-000000.tar", "train-000000.index.json"}
+    assert finished_ids(tmp_path) == {"a"}
+    dataset_of(tmp_path, [record_of("b")])
+    assert [r.id for r in ShardReader(tmp_path, split="train")] == ["a", "b"]
+
+
+def test_a_killed_writer_leaves_only_finished_shards(tmp_path: Path):
+    code = (
+        "import os, signal, sys; from tests.records import *\n"
+        f"w = ShardWriter({str(tmp_path)!r}, provenance=PROVENANCE, split='train', shard_bytes=1)\n"
+        "w.write(record_of('a')); w.shard_bytes = 1 << 20; w.write(record_of('b')); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -signal.SIGKILL
+    assert any(name.endswith(".tmp") for name in names(tmp_path))
+    assert finished_ids(tmp_path) == {"a"} and len(ShardReader(tmp_path, split="train")) == 1
+    dataset_of(tmp_path, [record_of("b")])
+    assert not any(name.endswith(".tmp") for name in names(tmp_path))
+    assert finished_ids(tmp_path) == {"a", "b"}
+
+
+@pytest.mark.parametrize("call", ["os.writev", "os.fsync", "os.replace"])
+def test_a_full_disk_is_one_clear_error_and_loses_nothing_finished(tmp_path: Path, monkeypatch, call: str):
+    dataset_of(tmp_path, [record_of("a")])
+    writer = writer_of(tmp_path)
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(call, full)
+    with pytest.raises(ValueError, match="No space left on device.*free some space"), writer:
+        writer.write(record_of("b"))
+    monkeypatch.undo()
+    assert {name for name in names(tmp_path) if name.endswith((".tar", ".tmp"))} == {"train-000000.tar"}
+    assert finished_ids(tmp_path) == {"a"}
+    dataset_of(tmp_path, [record_of("b")])
+    assert finished_ids(tmp_path) == {"a", "b"}
+
+
+def test_a_write_in_several_parts_is_whole(tmp_path: Path, monkeypatch):
+    """writev may write less than it was given."""
+    monkeypatch.setattr(os, "writev", lambda descriptor, chunks: os.write(descriptor, bytes(chunks[0][:7])))
+    record = record_of("a")
+    reader = ShardReader(dataset_of(tmp_path, [record]), split="train")
+    reader.verify()
+    assert torch.equal(reader.read(0).aux, record.aux.bfloat16())
+
+
+def test_a_truncated_shard_is_named(tmp_path: Path):
+    dataset_of(tmp_path, [record_of(f"{i}") for i in range(4)], shard_bytes=1500)
+    shard = tmp_path / "train-000001.tar"
+    os.truncate(shard, shard.stat().st_size - 1024)
+    with pytest.raises(ValueError, match=f"{shard} is truncated: .* bytes, the manifest says"):
+        ShardReader(tmp_path, split="train")
+
+
+@pytest.mark.parametrize("name", ["train-000000.tar", "train-000000.index.json"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str):
+    dataset_of(tmp_path, [record_of("a")])
+    (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match=f"{tmp_path / name} is missing"):
+        ShardReader(tmp_path, split="train")
+
+
+def flip(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 0xFF
+    file.write_bytes(content)
+
+
+def test_a_flipped_bit_in_a_tensor_is_found_by_verify(tmp_path: Path):
+    reader = ShardReader(dataset_of(tmp_path, [record_of("a")]), split="train")
+    entry = reader.entries[0]
+    flip(tmp_path / "train-000000.tar", entry.offset + entry.size - 1)
+    reader = ShardReader(tmp_path, split="train")
+    with pytest.raises(ValueError, match="train-000000.tar is corrupt"):
+        reader.verify()
+
+
+@pytest.mark.parametrize("position", [0, 7, 8, 20])
+def test_a_damaged_record_header_is_named_when_it_is_read(tmp_path: Path, position: int):
+    reader = ShardReader(dataset_of(tmp_path, [record_of("a"), record_of("b")]), split="train")
+    flip(tmp_path / "train-000000.tar", reader.entries[1].offset + position)
+    reader = ShardReader(tmp_path, split="train")
+    assert reader.read(0).id == "a"
+    with pytest.raises(ValueError, match="train-000000.tar is corrupt at record b"):
+        reader.read(1)
+
+
+def test_a_damaged_index_is_named(tmp_path: Path):
+    dataset_of(tmp_path, [record_of("a")])
+    flip(tmp_path / "train-000000.index.json", 3)
+    with pytest.raises(ValueError, match="train-000000.index.json is corrupt"):
+        ShardReader(tmp_path, split="train")
+
+
+def test_a_folder_without_a_manifest_says_how_to_make_one(tmp_path: Path):
+    with pytest.raises(ValueError, match="has no manifest.json: run python extract/main.py"):
+        ShardReader(tmp_path, split="train")
+
+
+def test_a_reader_travels_to_another_process(tmp_path: Path):
+    reader = ShardReader(dataset_of(tmp_path, [record_of("a")]), split="train")
+    reader.read(0)
+    assert pickle.load(io.BytesIO(pickle.dumps(reader))).read(0).id == "a"
+
+
+def test_a_reader_does_not_change_the_file(tmp_path: Path):
+    reader = ShardReader(dataset_of(tmp_path, [record_of("a")]), split="train")
+    reader.read(0).aux.zero_()
+    reader.verify()
