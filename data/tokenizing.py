@@ -131,7 +131,8 @@ class Tokenizing:
         tokens, loss_mask = tokens[: self.max_tokens], loss_mask[: self.max_tokens]
         num_supervised = int(loss_mask.sum())
         if num_supervised < self.min_supervised:
-            raise Refused(f"fewer than {self.min_supervised} supervised tokens" if num_supervised else "empty loss mask")
+            few = f"fewer than {self.min_supervised} supervised tokens"
+            raise Refused(few if num_supervised else "empty loss mask")
         self.account.kept += 1
         self.account.cut += cut
         return Prompt(

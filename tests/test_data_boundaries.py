@@ -96,7 +96,9 @@ def test_the_language_model_of_a_multimodal_target_is_found(tmp_path):
     assert text_config(tmp_path) == inner
 
 
-@pytest.mark.parametrize(("content", "message"), [("{", "cannot be read"), ("[]", "not a JSON object"), ("{}", "has no")])
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "cannot be read"), ("[]", "not a JSON object"), ("{}", "has no")]
+)
 def test_a_damaged_config_is_named(tmp_path, content: str, message: str):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=message) as caught:

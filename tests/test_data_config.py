@@ -140,7 +140,7 @@ def test_a_stage_ends_with_a_line_and_a_summary(monkeypatch, tmp_path, capsys):
     assert (summary["stage"], summary["rows"]) == ("data", 3)
 
 
-@pytest.mark.parametrize("error", [ValueError("x=1: expected 2"), FileNotFoundError("no file y")])
+@pytest.mark.parametrize("error", [ValueError("x=1: expected 2"), PermissionError("not yours")])
 def test_a_users_error_is_one_line_and_status_2(error: Exception, monkeypatch, tmp_path, capsys):
     def main(config: DataConfig) -> dict:
         raise error
