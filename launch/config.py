@@ -46,10 +46,13 @@ class ServeConfig:
     """A target with its drafter, in the foreground. YAML: conf/serve.yaml.
 
     num_drafts  drafts a step; null: as many depths as the drafter was trained for
+    shards      that the drafter learnt from: the wiring is compared with them where the Hugging Face reference
+                does not fit in memory; null: there are none
     """
 
     target: TargetConfig
     drafter: str
+    shards: str | None
     out: str
     num_drafts: int | None
     probe: ProbeConfig

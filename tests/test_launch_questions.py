@@ -9,21 +9,9 @@ import numpy as np
 import pytest
 
 from data.config import TargetConfig
-from data.embedded import ensure_target
 from data.prompts import Prompt, PromptSet
 from data.tokenizing import load_tokenizer
 from launch.questions import Question, load_questions
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> TargetConfig:
-    path = tmp_path_factory.mktemp("models") / "tiny_llama"
-    config = TargetConfig(
-        name="tiny_llama", path=str(path), source="tiny_llama", boundaries=[2, 3, 5], dtype="float32",
-        trust_remote_code=False,
-    )  # fmt: skip
-    ensure_target(config)
-    return config
 
 
 def prompt(id: str, *, tokens: list[int], mask: list[int], split: str = "validation") -> Prompt:
@@ -34,27 +22,27 @@ def asked(path: Path, target: TargetConfig) -> list[Question]:
     return load_questions(path, target=target, target_path=Path(target.path))
 
 
-def test_held_out_prompts_are_asked_and_training_prompts_are_not(tmp_path: Path, target: TargetConfig):
+def test_held_out_prompts_are_asked_and_training_prompts_are_not(tmp_path: Path, tiny_llama: TargetConfig):
     prompts = [
         prompt("a", tokens=[5, 6, 7, 8], mask=[0, 0, 1, 1]),
         prompt("b", tokens=[5, 6], mask=[0, 1], split="train"),
     ]
     PromptSet.collect(prompts).save(tmp_path)
-    assert asked(tmp_path, target) == [Question("a", "facts", [5, 6], [7, 8])]
+    assert asked(tmp_path, tiny_llama) == [Question("a", "facts", [5, 6], [7, 8])]
 
 
-def test_every_turn_of_the_assistant_is_a_question_of_its_own(tmp_path: Path, target: TargetConfig):
+def test_every_turn_of_the_assistant_is_a_question_of_its_own(tmp_path: Path, tiny_llama: TargetConfig):
     PromptSet.collect([prompt("a", tokens=[5, 6, 7, 8, 9], mask=[0, 1, 0, 1, 1])]).save(tmp_path)
-    assert asked(tmp_path, target) == [
+    assert asked(tmp_path, tiny_llama) == [
         Question("a/0", "facts", [5], [6]),
         Question("a/1", "facts", [5, 6, 7], [8, 9]),
     ]
 
 
-def test_an_empty_validation_split_says_what_to_do(tmp_path: Path, target: TargetConfig):
+def test_an_empty_validation_split_says_what_to_do(tmp_path: Path, tiny_llama: TargetConfig):
     PromptSet.collect([prompt("b", tokens=[5, 6], mask=[0, 1], split="train")]).save(tmp_path)
     with pytest.raises(ValueError, match="larger validation_fraction"):
-        asked(tmp_path, target)
+        asked(tmp_path, tiny_llama)
 
 
 def rows(path: Path, *values: dict) -> Path:
@@ -63,9 +51,9 @@ def rows(path: Path, *values: dict) -> Path:
     return file
 
 
-def test_token_ids_are_asked_as_they_are(tmp_path: Path, target: TargetConfig):
+def test_token_ids_are_asked_as_they_are(tmp_path: Path, tiny_llama: TargetConfig):
     file = rows(tmp_path, {"id": "a", "source": "maths", "prompt_ids": [1, 2], "response_ids": [3]})
-    assert asked(file, target) == [Question("a", "maths", [1, 2], [3])]
+    assert asked(file, tiny_llama) == [Question("a", "maths", [1, 2], [3])]
 
 
 @pytest.mark.parametrize(
@@ -81,20 +69,20 @@ def test_token_ids_are_asked_as_they_are(tmp_path: Path, target: TargetConfig):
     ],
     ids=["question", "answered", "second question", "two questions: the first"],
 )
-def test_messages_are_asked_up_to_the_last_question(tmp_path: Path, target: TargetConfig, messages, text: str):
+def test_messages_are_asked_up_to_the_last_question(tmp_path: Path, tiny_llama: TargetConfig, messages, text: str):
     """The text is the tiny targets' chat template, written out by hand."""
     split = [message.split(":") for message in messages]
     file = rows(tmp_path, {"id": "a", "messages": [{"role": role, "content": content} for role, content in split]})
-    (question,) = asked(file, target)
-    tokenizer = load_tokenizer(target.path, trust_remote_code=False)
+    (question,) = asked(file, tiny_llama)
+    tokenizer = load_tokenizer(tiny_llama.path, trust_remote_code=False)
     assert tokenizer.decode(question.prompt_ids) == text
     assert question.answer_ids is None
 
 
-def test_a_row_without_a_question_is_refused_with_its_line(tmp_path: Path, target: TargetConfig):
+def test_a_row_without_a_question_is_refused_with_its_line(tmp_path: Path, tiny_llama: TargetConfig):
     file = rows(tmp_path, {"id": "a", "prompt": "Why?"}, {"id": "b", "messages": [{"role": "system", "content": "x"}]})
     with pytest.raises(ValueError, match="line 2: no question"):
-        asked(file, target)
+        asked(file, tiny_llama)
 
 
 def test_an_answer_is_as_long_as_the_one_on_record():
