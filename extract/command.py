@@ -6,13 +6,14 @@ import functools
 import importlib.metadata
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from extract.config import EngineConfig
+from extract.config import EngineConfig, ExtractConfig
 from extract.plugin import VARIABLE
 
 VERSIONS = ((0, 5, 16), (0, 5, 23))  # of SGLang, first and last that the plugin and the boundaries were read against
@@ -167,6 +168,21 @@ def environment(
             groups = [cores[i * share : (i + 1) * share] or cores[:1] for i in range(engine.tensor_parallel)]
             added["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
     return added
+
+
+def how_to_start(target: Path, config: ExtractConfig, capturing: Capturing) -> dict[str, str]:
+    """mode=command: prints what starts a capturing server by hand, in a container or on another machine."""
+    found = installation(config.engine)
+    plugin = install_plugin(Path(config.out).resolve() / "server" / "plugin")
+    line = command(
+        target.resolve(), found, engine=config.engine, host=config.server.host, port=config.server.port or 30000,
+        capturing=True, drafting=None, trust_remote_code=config.target.trust_remote_code,
+    )  # fmt: skip
+    added = environment(found, engine=config.engine, plugin=plugin, capturing=capturing)
+    shown = " \\\n  ".join([f"{name}={shlex.quote(value)}" for name, value in added.items()] + [shlex.join(line)])
+    print(f"{shown}\n\nThen: python extract/main.py target={config.target.name} server.url=http://... "
+          f"server.spool={capturing.spool.resolve()} prompts=... out=...")  # fmt: skip
+    return {"command": shown, "line": f"{plugin} and {capturing.spool} must be at the same path there"}
 
 
 def install_plugin(folder: Path) -> Path:

@@ -16,8 +16,6 @@ from torch import Tensor
 from extract import spool
 from extract.plugin import attention_rank, segments_of
 
-FEED = "feed-"  # kind of the parts; their states are [T, 1, A*H], as the drafter gets them, before its fc
-
 logger = logging.getLogger("eyas")
 _spool: Path
 
@@ -45,7 +43,7 @@ def _around_prefill(original: Callable, worker: Any, batch: Any, hidden: Tensor,
             for segment in segments_of(rids, counts, starts):
                 rows = slice(segment.first, segment.first + segment.count)
                 spool.write_part(
-                    _spool, segment.rid, start=segment.start, rank=0, kind=FEED,
+                    _spool, segment.rid, start=segment.start, rank=0, kind=spool.FEED,
                     tokens=batch.input_ids[rows].to("cpu", torch.int32),  # the worker shifted them by one
                     states=hidden[rows, None].cpu().contiguous(),
                 )  # fmt: skip
@@ -69,7 +67,7 @@ def _around_draft(original: Callable, worker: Any, batch: Any, *args: Any, **kwa
             for req, position, chain in zip(batch.reqs, positions, chains):
                 if req.rid.startswith(spool.RID_PREFIX):
                     step = {"position": position, "tokens": chain}
-                    spool.append_line(_spool / req.rid / "steps.jsonl", step)
+                    spool.append_line(_spool / req.rid / spool.STEPS, step)
     except Exception:
         logger.exception("Eyas could not write the drafter's proposals")
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -53,6 +54,8 @@ class Server:
         self.capturing, self.drafting, self.trust_remote_code = capturing, drafting, trust_remote_code
         self.url = config.url.rstrip("/") if config.url else ""
         self.log = self.out / "server.log"
+        self.num_ranks = 1  # that hold the same rows
+        self.state_bytes = 4  # of one captured number
         self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> Server:
@@ -115,8 +118,8 @@ class Server:
         self.out.mkdir(parents=True, exist_ok=True)
         if self.capturing:
             self.capturing.spool.mkdir(parents=True, exist_ok=True)
-            for leftover in self.capturing.spool.glob("server-*.json"):
-                leftover.unlink()
+            for leftover in self.capturing.spool.iterdir():  # of a run that was killed
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         plugin = install_plugin(self.out / "plugin")
         line = command(
             self.target.resolve(), found, engine=self.engine, host=host, port=port,
@@ -200,11 +203,25 @@ class Server:
                     f"the server at {self.url} captures layer ids {about['layer_ids']}, this run needs "
                     f"{self.capturing.layer_ids}: {cure}"
                 )
+        self.num_ranks = len({about["rank"] for about in said})
+        self.state_bytes = 4 if said[0]["dtype"] == "float32" else 2
 
 
 def _interval() -> float:
     """Seconds between two looks of a progress bar: often on a terminal, seldom in a log."""
     return 0.5 if sys.stderr.isatty() else 30.0
+
+
+def version_at(url: str) -> str:
+    """The SGLang version of a running server. Raises ValueError if there is none at `url`."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as answer:
+            return json.loads(answer.read())["version"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"no SGLang server answers at server.url={url} ({error}): start it there, or leave server.url out to have "
+            f"one started"
+        ) from error
 
 
 def _group_exists(group: int) -> bool:

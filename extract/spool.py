@@ -1,8 +1,8 @@
 """The spool: a folder through which the server's processes hand captured rows to the extractor.
 
     server-<pid>.json                          what one scheduler process captures, or why it cannot
-    <rid>/<start>.r<rank>.safetensors          rows start.. of a request: tokens [T], states [T, A+1, H]
-    <rid>/feed-<start>.r<rank>.safetensors     what the drafter was fed with the prompt, see extract/feed.py
+    <rid>/<start>-<stop>.r<rank>.safetensors   rows of a request: tokens [T], states [T, A+1, H]
+    <rid>/feed-<start>-...                     what the drafter was fed with the prompt, see extract/feed.py
     <rid>/steps.jsonl                          what the drafter proposed, one verified step a line
     <rid>/error.json                           why the rows of this request are not here
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from torch import Tensor
 
 RID_PREFIX = "eyas-"  # requests of ours; all others pass unseen
 ALL_RANKS_PREFIX = "eyas-all-"  # of these every tensor-parallel rank writes its rows, to be compared
+FEED = "feed-"  # kind of the parts that hold what a drafter is fed: states [T, 1, A*H]
+STEPS = "steps.jsonl"
 
 _DTYPE_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32", torch.int64: "I64",
@@ -51,7 +54,7 @@ def write_part(spool: Path, rid: str, *, start: int, rank: int, tokens: Tensor, 
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % 64)
-    _write(spool / rid / f"{kind}{start:08d}.r{rank}.safetensors", [struct.pack("<Q", len(text)), text, *chunks])
+    _write(spool / rid / _part_name(start, len(tokens), rank, kind), [struct.pack("<Q", len(text)), text, *chunks])
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -65,11 +68,22 @@ def append_line(path: Path, content: Any) -> None:
         file.write(json.dumps(content).encode() + b"\n")
 
 
+def list_rows(spool: Path, rid: str, *, kind: str = "") -> list[tuple[int, int, int]]:
+    """(rank, first row, number of rows) of the parts of `rid` that are here, without reading them."""
+    try:
+        names = os.listdir(spool / rid)
+    except FileNotFoundError:
+        return []
+    found = [re.fullmatch(rf"{kind}(\d+)-(\d+)\.r(\d+)\.safetensors", name) for name in names]
+    rows = [[int(number) for number in match.groups()] for match in found if match]
+    return sorted((rank, start, stop - start) for start, stop, rank in rows)
+
+
 def read_parts(spool: Path, rid: str, *, kind: str = "") -> list[Part]:
     """The parts of `rid` that are here, by rank and row."""
     parts = []
-    for path in list_parts(spool, rid, kind=kind):
-        start, rank = path.name.removeprefix(kind).split(".")[:2]
+    for rank, start, count in list_rows(spool, rid, kind=kind):
+        path = spool / rid / _part_name(start, count, rank, kind)
         buffer = bytearray(path.read_bytes())
         (length,) = struct.unpack_from("<Q", buffer)
         columns = {}
@@ -79,21 +93,12 @@ def read_parts(spool: Path, rid: str, *, kind: str = "") -> list[Part]:
             columns[name] = torch.frombuffer(
                 buffer, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=8 + length + begin
             ).view(entry["shape"])
-        parts.append(Part(start=int(start), rank=int(rank.removeprefix("r")), **columns))
-    return sorted(parts, key=lambda part: (part.rank, part.start))
+        parts.append(Part(start=start, rank=rank, **columns))
+    return parts
 
 
-def list_parts(spool: Path, rid: str, *, kind: str = "") -> list[Path]:
-    """Files of the parts of `rid` that are here, without reading them."""
-    try:
-        names = os.listdir(spool / rid)
-    except FileNotFoundError:
-        return []
-    return [
-        spool / rid / name
-        for name in names
-        if name.endswith(".safetensors") and name.startswith(kind) and name[len(kind)].isdigit()
-    ]
+def _part_name(start: int, count: int, rank: int, kind: str) -> str:
+    return f"{kind}{start:08d}-{start + count:08d}.r{rank}.safetensors"
 
 
 def read_error(spool: Path, rid: str) -> str | None:

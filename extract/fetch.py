@@ -1,0 +1,112 @@
+"""One request and what the plugin captured of it: tokens out over HTTP, rows back through the spool."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from extract import spool
+from extract.capture import Captured
+from extract.client import Client, RequestFailed
+
+RUN = uuid.uuid4().hex[:8]  # of this process, in its rids: rows that an earlier run asked for are not this one's
+ROWS_SECONDS = 120.0  # longest wait for rows after the answer: the server's writers may be behind a slow disk
+
+
+def rid_of(name: str, *, all_ranks: bool = False) -> str:
+    """A request id that the plugin captures; with `all_ranks` from every rank of the server."""
+    return f"{spool.ALL_RANKS_PREFIX if all_ranks else spool.RID_PREFIX}{RUN}-{name}"
+
+
+async def fetch(
+    client: Client, folder: Path, tokens: Tensor, *, rid: str, max_new_tokens: int = 0, num_ranks: int = 1
+) -> dict[int, Captured]:
+    """Prefills `tokens` [T] on the server: what each rank captured of them. The spool is empty of `rid` afterwards.
+
+    num_ranks  that must have written; above 1 only for rids with the prefix eyas-all-
+    Raises RequestFailed if rows are missing or are not of these tokens, ServerGone, RequestRefused.
+    """
+    try:
+        answer = await client.generate(tokens.tolist(), rid=rid, max_new_tokens=max_new_tokens)
+        await _rows_are_here(folder, rid, num_tokens=len(tokens), num_ranks=num_ranks)
+        parts = spool.read_parts(folder, rid)
+    finally:
+        shutil.rmtree(folder / rid, ignore_errors=True)
+    next_token = answer.output_ids[0] if answer.output_ids else None
+    return {
+        rank: _assemble([part for part in parts if part.rank == rank], tokens, next_token=next_token)
+        for rank in sorted({part.rank for part in parts})
+    }
+
+
+async def _rows_are_here(folder: Path, rid: str, *, num_tokens: int, num_ranks: int) -> None:
+    """Returns once the parts cover rows 0 .. num_tokens - 1 of every rank."""
+    deadline, pause = time.monotonic() + ROWS_SECONDS, 0.001
+    while True:
+        if reason := spool.read_error(folder, rid):
+            raise RequestFailed(f"the plugin could not capture it: {reason}")
+        sizes: dict[int, int] = {}
+        for rank, _, count in spool.list_rows(folder, rid):
+            sizes[rank] = sizes.get(rank, 0) + count
+        if len(sizes) >= num_ranks and all(size >= num_tokens for size in sizes.values()):
+            return
+        if time.monotonic() > deadline:
+            raise RequestFailed(f"rows captured of {num_tokens} tokens, by rank: {sizes} after {ROWS_SECONDS:.0f} s")
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+def _assemble(parts: list[spool.Part], tokens: Tensor, *, next_token: int | None) -> Captured:
+    """The parts of one rank as one sequence. Raises RequestFailed if a row is missing, double, or of another token."""
+    start = 0
+    for part in parts:
+        if part.start != start:
+            raise RequestFailed(f"rows {start} .. {part.start - 1} are missing, or came twice")
+        start += len(part.tokens)
+    echoed = torch.cat([part.tokens for part in parts])[: len(tokens)]
+    if not torch.equal(echoed, tokens.to(torch.int32)):
+        raise RequestFailed("the server echoes other tokens than it was sent")
+    states = torch.cat([part.states for part in parts])[: len(tokens)] if len(parts) > 1 else parts[0].states
+    if not states.isfinite().all():
+        raise RequestFailed("states that are not finite")
+    return Captured(tokens=echoed, aux=states[:, :-1], last=states[:, -1], next_token=next_token)
+
+
+@dataclass(frozen=True)
+class DrafterFeed:
+    """What the serving engine fed its drafter with a prompt of T tokens, and what the drafter then proposed.
+
+    tokens    [T] int32: row p holds token p + 1; the last row the target's first new token
+    features  [T, A*H]: the target's states of token p, side by side, before the drafter's fc
+    steps     (position, chain) of every verified step, in order: chain[0] is the target's own token at `position`,
+              chain[1:] the drafter's proposals for the positions after it
+    """
+
+    tokens: Tensor
+    features: Tensor
+    steps: list[tuple[int, list[int]]]
+
+
+def read_drafter_feed(folder: Path, rid: str) -> DrafterFeed:
+    """Reads what a server with `Capturing(feed=True)` and a drafter left in the spool for `rid`.
+
+    Raises ValueError if there is nothing.
+    """
+    parts = spool.read_parts(folder, rid, kind=spool.FEED)
+    if not parts:
+        raise ValueError(f"{folder / rid} holds no drafter feed: start the server with a drafter and feed=True")
+    lines = (folder / rid / spool.STEPS).read_text().splitlines() if (folder / rid / spool.STEPS).exists() else []
+    steps = [json.loads(line) for line in lines]
+    return DrafterFeed(
+        tokens=torch.cat([part.tokens for part in parts]),
+        features=torch.cat([part.states[:, 0] for part in parts]),
+        steps=[(step["position"], step["tokens"]) for step in steps],
+    )

@@ -1,0 +1,171 @@
+"""From prompts to shards: what is asked for is bounded in bytes, written in the prompts' order, and resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from data.prompts import Prompt
+from data.schema import Provenance, Record
+from data.shards import ShardWriter, finished_ids
+from extract.capture import Captured
+from extract.client import Client, RequestFailed, RequestRefused, ServerGone
+from extract.fetch import fetch, rid_of
+from extract.server import Server
+
+MAX_REQUESTS = 1024  # in flight, whatever their size
+
+
+class ByteBudget:
+    """At most `limit` bytes are out at a time; one that is larger than that goes out alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._out, self._changed = limit, 0, asyncio.Condition()
+
+    async def take(self, size: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._out == 0 or self._out + size <= self._limit)
+            self._out += size
+
+    async def give(self, size: int) -> None:
+        async with self._changed:
+            self._out -= size
+            self._changed.notify_all()
+
+
+@dataclass
+class Extracted:
+    """What became of the prompts: written now, finished by earlier runs, or failed with a reason."""
+
+    records: int = 0
+    tokens: int = 0
+    earlier: int = 0
+    failed: dict[str, str] = field(default_factory=dict)  # id -> reason
+
+
+def extract(
+    prompts: Iterable[Prompt],
+    *,
+    server: Server,
+    out: Path,
+    provenance: Provenance,
+    shard_bytes: int,
+    in_flight_bytes: int,
+    retries: int,
+) -> Extracted:
+    """Captures every prompt that no finished shard holds yet, one split after the other.
+
+    Raises ValueError if the server ends, the disk is full, or, once all others are written, some
+    prompts failed. Finished shards are kept in every case, and the same call continues.
+    """
+    done = finished_ids(out)
+    prompts = list(prompts)
+    total = sum(len(prompt.tokens) for prompt in prompts)
+    extracted = Extracted(earlier=sum(prompt.id in done for prompt in prompts))
+    with tqdm(
+        total=total, desc="extract", unit=" tokens", unit_scale=True, mininterval=0.5 if sys.stderr.isatty() else 30.0
+    ) as progress:
+        progress.update(sum(len(prompt.tokens) for prompt in prompts if prompt.id in done))
+        progress.unpause()  # the rate is this run's
+        for split in sorted({prompt.split for prompt in prompts}):
+            missing = [prompt for prompt in prompts if prompt.split == split and prompt.id not in done]
+            if missing:
+                with ShardWriter(out, provenance=provenance, split=split, shard_bytes=shard_bytes) as writer:
+                    stream = _Stream(server, writer, extracted, progress, retries=retries)
+                    asyncio.run(stream.run(missing, in_flight_bytes=in_flight_bytes))
+    if extracted.failed:
+        shown = "; ".join(f"{id} ({reason})" for id, reason in list(extracted.failed.items())[:3])
+        raise ValueError(
+            f"{len(extracted.failed)} of {len(prompts)} prompts could not be captured: {shown}. The "
+            f"{extracted.earlier + extracted.records} others are in {out}; the same command tries again"
+        )
+    return extracted
+
+
+class _Stream:
+    """One split on its way from the server to its writer."""
+
+    def __init__(
+        self, server: Server, writer: ShardWriter, extracted: Extracted, progress: tqdm, *, retries: int
+    ) -> None:
+        self._server, self._writer, self._extracted, self._progress = server, writer, extracted, progress
+        self._retries = retries
+
+    async def run(self, prompts: list[Prompt], *, in_flight_bytes: int) -> None:
+        budget, pending = ByteBudget(in_flight_bytes), asyncio.Queue(MAX_REQUESTS)
+        provenance = self._writer.provenance
+        row_bytes = (len(provenance.boundaries) + 1) * provenance.hidden_size * self._server.state_bytes
+        try:
+            async with Client(self._server.url, timeout_seconds=self._server.config.answer_timeout_seconds) as client:
+                feeder = asyncio.create_task(self._ask(prompts, client, budget, pending, row_bytes=row_bytes))
+                try:
+                    for prompt in prompts:  # in their order, so that a dataset does not depend on the server's timing
+                        await self._keep(prompt, await (await pending.get()))
+                        await budget.give(len(prompt.tokens) * row_bytes)
+                    await feeder
+                finally:
+                    await _cancel([feeder, *(pending.get_nowait() for _ in range(pending.qsize()))])
+        except ServerGone as error:
+            self._writer.close()  # what has arrived is complete
+            kept = self._extracted.earlier + self._extracted.records
+            raise self._server.failure(
+                f"the server ended while extracting ({error}); the {kept} records captured so far are in finished "
+                f"shards of {self._writer.out} and kept",
+                cure="the same command continues there",
+            ) from error
+
+    async def _ask(
+        self,
+        prompts: list[Prompt],
+        client: Client,
+        budget: ByteBudget,
+        pending: asyncio.Queue[asyncio.Task],
+        *,
+        row_bytes: int,
+    ) -> None:
+        for number, prompt in enumerate(prompts):
+            await budget.take(len(prompt.tokens) * row_bytes)
+            await pending.put(asyncio.create_task(self._capture(prompt, client, number=number)))
+
+    async def _capture(self, prompt: Prompt, client: Client, *, number: int) -> Captured | str:
+        """What was captured, or why nothing could be. Raises ServerGone."""
+        reason = ""
+        for attempt in range(self._retries + 1):
+            rid = rid_of(f"{prompt.split}-{number}-{attempt}")
+            try:
+                return (await fetch(client, self._server.capturing.spool, torch.from_numpy(prompt.tokens), rid=rid))[0]
+            except RequestRefused as error:
+                return f"refused by the server: {error}"
+            except RequestFailed as error:
+                reason = f"{self._retries + 1} times: {error}"
+        return reason
+
+    async def _keep(self, prompt: Prompt, captured: Captured | str) -> None:
+        if isinstance(captured, str):
+            self._extracted.failed[prompt.id] = captured
+            return
+        record = Record(
+            id=prompt.id,
+            tokens=captured.tokens,
+            loss_mask=torch.from_numpy(prompt.loss_mask),
+            aux=captured.aux,
+            last=captured.last,
+            source=prompt.source,
+            split=prompt.split,
+        )
+        await asyncio.to_thread(self._writer.write, record)  # requests go on while the disk works
+        self._extracted.records += 1
+        self._extracted.tokens += len(prompt.tokens)
+        self._progress.update(len(prompt.tokens))
+
+
+async def _cancel(tasks: list[asyncio.Task]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
