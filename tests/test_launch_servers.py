@@ -1,0 +1,146 @@
+"""bench and serve with a real server: a drafter of random weights on the tiny Llama, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from data.boundaries import text_config
+from data.config import TargetConfig, typed
+from launch.drafting import checked_drafting
+from train.config import DrafterConfig
+from train.export import export
+from train.model import Drafter, DrafterShape
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = [[11, 12, 13, 14], [21, 22, 23], [31, 32, 33, 34, 35]]
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_llama: TargetConfig, tmp_path_factory) -> Path:
+    """Two depths, random weights: next to nothing that it proposes is right, and no output may change for it."""
+    described = OmegaConf.load(ROOT / "conf" / "drafter" / "eagle3.yaml")
+    settings = typed(DrafterConfig, OmegaConf.merge(described, {"draft_vocab_size": 128, "depths": 2}))
+    shape = DrafterShape.resolve(settings, text_config(tiny_llama.path), num_boundaries=3)
+    kept = torch.arange(shape.vocab_size) < shape.draft_vocab_size
+    module = Drafter(shape, d2t=torch.zeros(shape.draft_vocab_size, dtype=torch.int64), t2d=kept)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.05, generator=generator)
+    folder = tmp_path_factory.mktemp("drafter") / "export"
+    export(
+        module.state_dict(), shape=shape, boundaries=tiny_llama.boundaries, depths=2, target_name="tiny_llama",
+        target_path=Path(tiny_llama.path), out=folder, engine="sglang", engine_version="0.5.23",
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def environment(tiny_llama: TargetConfig) -> dict[str, str]:
+    return os.environ | {"EYAS_MODELS": str(Path(tiny_llama.path).parent)}
+
+
+def copy_of(drafter: Path, folder: Path, **changed) -> Path:
+    """The drafter's folder again, its config.json changed."""
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(drafter / "model.safetensors")
+    config = json.loads((drafter / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changed}))
+    return folder
+
+
+def checked(drafter: Path, target: TargetConfig):
+    return checked_drafting(
+        drafter, target=target, target_path=Path(target.path), num_drafts=None, engine_version="0.5.23"
+    )
+
+
+def test_a_drafter_is_served_with_as_many_drafts_as_it_was_trained_for(drafter: Path, tiny_llama: TargetConfig):
+    assert checked(drafter, tiny_llama).num_steps == 2
+
+
+def test_layer_ids_shifted_by_one_are_refused_with_the_right_ones(drafter: Path, tiny_llama: TargetConfig, tmp_path):
+    """Boundaries 2, 3, 5 are ids 1, 2, 4 to SGLang's Llama; 2, 3, 5 as ids would be boundaries 3, 4, 6."""
+    wrong = {"eagle_aux_hidden_state_layer_ids": [2, 3, 5], "use_aux_hidden_state": True}
+    with pytest.raises(ValueError, match=r"boundaries \[2, 3, 5\].*layer ids \[1, 2, 4\].*says \[2, 3, 5\]"):
+        checked(copy_of(drafter, tmp_path / "shifted", eagle_config=wrong), tiny_llama)
+
+
+def test_a_drafter_of_another_target_is_refused(drafter: Path, tiny_llama: TargetConfig, tmp_path):
+    told = json.loads((drafter / "config.json").read_text())["eyas"] | {"target": "tiny_qwen3"}
+    with pytest.raises(ValueError, match="was trained for tiny_qwen3, this run serves tiny_llama"):
+        checked(copy_of(drafter, tmp_path / "other", eyas=told), tiny_llama)
+
+
+def test_a_drafter_exported_for_vllm_is_refused(drafter: Path, tiny_llama: TargetConfig, tmp_path):
+    told = json.loads((drafter / "config.json").read_text())["eyas"] | {"engine": "vllm"}
+    with pytest.raises(ValueError, match="export its checkpoint again with engine=sglang"):
+        checked(copy_of(drafter, tmp_path / "vllm", eyas=told), tiny_llama)
+
+
+def test_bench_counts_every_step_and_drafting_changes_no_token(drafter: Path, environment: dict, tmp_path: Path):
+    """12 tokens an answer, the first from the prefill: 11 in `steps` verifications, which the histogram adds up to."""
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"id": f"q{i}", "source": "toy", "prompt_ids": ids, "messages": []} for i, ids in enumerate(PROMPTS)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        sys.executable, "launch/bench.py", "target=tiny_llama", f"drafter={drafter}", f"prompts={questions}",
+        f"out={tmp_path / 'bench'}", "max_new_tokens=12", "concurrency=2",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "bench" / "summary.json").read_text())
+    assert summary["outputs_identical"] is True and summary["first_difference"] is None
+    assert (summary["answers"], summary["num_drafts"]) == (3, 2)
+    assert sum(summary["accept_histogram"]) == summary["steps"]
+    assert summary["tau"] == pytest.approx((summary["tokens"] - 3) / summary["steps"])
+    assert summary["tau"] < summary["server_accept_length"]
+    assert summary["by_source"]["toy"]["steps"] == summary["steps"]
+
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "nothing to do" in again.stdout, again.stderr
+
+
+def test_serve_checks_the_wiring_answers_and_ends_with_ctrl_c(drafter: Path, environment: dict, tmp_path: Path):
+    command = [
+        sys.executable, "launch/serve.py", "target=tiny_llama", f"drafter={drafter}", f"out={tmp_path / 'serve'}",
+        "server.port=0",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            said = []
+            for line in process.stdout:
+                said.append(line)
+                if line.startswith("serving tiny_llama at "):
+                    break
+            assert said and said[-1].startswith("serving"), "".join(said)
+            assert "--speculative-draft-model-path" in "".join(said)
+            url = said[-1].split()[3]
+            asked = json.dumps({"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 6, "temperature": 0}})
+            request = urllib.request.Request(
+                f"{url}/generate", asked.encode(), headers={"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert len(json.loads(answer.read())["output_ids"]) == 6
+            process.send_signal(signal.SIGINT)
+            started = time.monotonic()
+            rest = process.stdout.read()
+            assert process.wait(30) == 0, rest
+            assert time.monotonic() - started < 30
+        finally:
+            process.kill()
+    summary = json.loads((tmp_path / "serve" / "summary.json").read_text())
+    assert summary["probe_passed"] is True
