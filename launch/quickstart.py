@@ -13,10 +13,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import json
+import os
 import shlex
 import subprocess
+import time
 
 from data.config import stage, write_atomically
+from data.schema import Manifest
 from launch.config import QuickstartConfig
 from launch.figure import draw, read_metrics
 
@@ -30,8 +33,9 @@ def main(config: QuickstartConfig) -> dict:
     commands, folders = plan(config)
     seconds = {}
     for position, (name, command) in enumerate(commands.items(), start=1):
+        started = time.monotonic()
         run(name, command, position=position, of=len(commands))
-        seconds[name] = summary_of(folders[name])["seconds"]
+        seconds[name] = round(time.monotonic() - started, 1)
     return report(config, folders, seconds)
 
 
@@ -59,7 +63,8 @@ def accelerate() -> list[str]:
     """One process: on the CPU everything is said, so that no saved Accelerate setting of the user's steps in."""
     import torch
 
-    return ["accelerate", "launch", "--num_processes", "1", *([] if torch.cuda.is_available() else NO_GPU)]
+    threads = ["--num_cpu_threads_per_process", str(len(os.sched_getaffinity(0)))]
+    return ["accelerate", "launch", "--num_processes", "1", *([] if torch.cuda.is_available() else NO_GPU + threads)]
 
 
 def run(name: str, command: list[str], *, position: int, of: int) -> None:
@@ -83,7 +88,7 @@ def report(config: QuickstartConfig, folders: dict[str, Path], seconds: dict[str
     summary = {
         "stage": "quickstart",
         "conversations_kept": data["kept"],
-        "records": extract["records"],
+        "records": sum(shard.samples for shard in Manifest.load(folders["extract"]).shards),
         "probe_passed": extract["probe_passed"],
         "offline_tau": evaluate["tau"],
         "live_tau": bench["tau"],

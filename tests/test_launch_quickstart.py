@@ -12,6 +12,7 @@ from data.config import TargetConfig
 from launch.config import QuickstartConfig, StageOptions
 from launch.figure import draw
 from launch.quickstart import plan, report
+from tests.records import dataset_of, record_of
 
 
 def config(out: Path, **more: list[str]) -> QuickstartConfig:
@@ -37,13 +38,14 @@ def finished_run(tmp_path: Path) -> tuple[QuickstartConfig, dict[str, Path]]:
     """The summaries that the five stages leave, of a run in which all went well."""
     settings = config(tmp_path / "out")
     _, folders = plan(settings)
-    write(folders["data"], "summary.json", {"kept": 300, "seconds": 2})
-    write(folders["extract"], "summary.json", {"records": 300, "probe_passed": True, "seconds": 90})
+    write(folders["data"], "summary.json", {"kept": 6})
+    write(folders["extract"], "summary.json", {"probe_passed": True})
+    dataset_of(folders["extract"], [record_of(f"row-{i}") for i in range(6)])
     sources = {"facts": {"tau": 1.25}, "maths": {"tau": 1.5}}
-    write(folders["evaluate"], "summary.json", {"tau": 1.30, "by_source": sources, "seconds": 5})
+    write(folders["evaluate"], "summary.json", {"tau": 1.30, "by_source": sources})
     live = {
         "tau": 1.29, "by_source": sources, "outputs_identical": True, "num_drafts": 3, "tokens_per_second": 60.0,
-        "tokens_per_second_without": 50.0, "seconds": 80,
+        "tokens_per_second_without": 50.0,
     }  # fmt: skip
     write(folders["bench"], "summary.json", live)
     steps = [{"step": step, "loss": 9 - step, "acc": [0.1 * step, 0.05 * step]} for step in (1, 2, 3)]
@@ -61,7 +63,7 @@ def test_a_good_run_is_summed_up(finished_run):
     asked = ("conversations_kept records probe_passed offline_tau live_tau outputs_identical boundaries engine_ids "
              "seconds_by_stage").split()  # fmt: skip
     assert {name: summary[name] for name in asked} == {
-        "conversations_kept": 300, "records": 300, "probe_passed": True, "offline_tau": 1.30, "live_tau": 1.29,
+        "conversations_kept": 6, "records": 6, "probe_passed": True, "offline_tau": 1.30, "live_tau": 1.29,
         "outputs_identical": True, "boundaries": [2, 15, 27], "engine_ids": [1, 14, 26], "seconds_by_stage": SECONDS,
     }  # fmt: skip
     assert all(summary["promises"].values())
@@ -70,7 +72,7 @@ def test_a_good_run_is_summed_up(finished_run):
 @pytest.mark.parametrize(
     ("stage", "found", "promise"),
     [
-        ("extract", {"records": 299}, "records = conversations kept"),
+        ("data", {"kept": 7}, "records = conversations kept"),
         ("extract", {"probe_passed": False}, "wiring probe passed"),
         ("evaluate", {"tau": 1.1}, "offline tau > 1.15"),
         ("bench", {"tau": 1.25}, "live tau within 2 % of offline"),
