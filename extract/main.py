@@ -8,10 +8,11 @@ import sys, pathlib  # noqa: E401
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import shutil  # noqa: E402
+from dataclasses import asdict  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from data.boundaries import architecture_of, engine_layer_ids, text_config  # noqa: E402
-from data.config import stage  # noqa: E402
+from data.config import finished, fingerprint, stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
 from data.prompts import PromptSet  # noqa: E402
 from data.schema import Provenance  # noqa: E402
@@ -52,7 +53,9 @@ def main(config: ExtractConfig) -> dict:
         engine=config.engine.name,
         engine_version=version,
     )
+    inputs = fingerprint(asdict(provenance), *(Path(config.prompts) / f"prompts.{end}" for end in ("jsonl", "safetensors")))
     summary = {
+        "fingerprint": inputs,
         "target": config.target.name,
         "records": len(prompts),
         "tokens": len(prompts.tokens),
@@ -61,8 +64,8 @@ def main(config: ExtractConfig) -> dict:
         "engine": f"{config.engine.name} {version}",
     }
     shutil.copy(Path(config.prompts) / "vocabulary.safetensors", out / "vocabulary.safetensors")
-    if finished_ids(out) >= set(prompts.ids):
-        return {**summary, "line": f"nothing to do, {out} holds all {len(prompts)} records"}
+    if (done := finished(out, inputs)) and finished_ids(out) >= set(prompts.ids):
+        return {**done, "line": f"nothing to do, {out} holds all {len(prompts)} records"}
 
     trust = config.target.trust_remote_code
     reference = load_reference(target, config.probe, trust_remote_code=trust)
