@@ -109,4 +109,8 @@ def choose(name: str) -> TTTAttention:
     """The attention that `attention=name` asks for. Raises ValueError for a name that is none."""
     if name == "dense":
         return dense
-    raise ValueError(f"attention is {name!r}: choose dense")
+    if name == "fused":
+        from train.kernels.attention import fused  # needs Triton, which a CPU run does without
+
+        return fused
+    raise ValueError(f"attention is {name!r}: choose dense or fused")

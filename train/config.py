@@ -119,7 +119,7 @@ class TrainConfig:
     epochs: int
     seed: int
     precision: str  # bf16 | fp32: what matrix products run in; masters, softmax and loss are float32 always
-    attention: str  # dense
+    attention: str  # dense | fused
     log_every_steps: int
     checkpoint_every_steps: int | None  # null: at the end of every epoch only
     keep_checkpoints: int

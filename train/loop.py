@@ -120,7 +120,8 @@ class Trainer:
 
     def _batches(self, steps: list, *, skip: int):
         """Yield this rank's micro-batches of every step after the first `skip`, and the seconds waited for them."""
-        mine = [rank_packs(step, self.accelerator.process_index, self.accelerator.num_processes) for step in steps[skip:]]
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        mine = [rank_packs(step, rank=rank, world_size=ranks) for step in steps[skip:]]
         pad_to = self.config.batch.tokens_per_pack if self.config.batch.pad_packs else None
         dataset = PackDataset(self.train_reader, [pack for step in mine for pack in step], pad_to=pad_to)
         workers = self.config.batch.num_workers

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from data.config import finished, fingerprint, stage
 from data.embedded import ensure_target
 from data.shards import ShardReader
-from data.vocab import draft_vocabulary, load_counts
+from data.vocab import Vocabulary, draft_vocabulary
 from train.checkpoint import RunState
 from train.config import TrainConfig
 from train.export import export
@@ -108,7 +108,8 @@ def main(config: TrainConfig) -> dict:
 def fresh_drafter(config: TrainConfig, target: Target, shards: Path) -> Drafter:
     """A drafter with random weights (or the target's head) and the vocabulary map of these shards."""
     shape = DrafterShape.resolve(config.drafter, target.config, num_boundaries=len(config.target.boundaries))
-    d2t, t2d = draft_vocabulary(load_counts(shards), size=shape.draft_vocab_size)
+    vocabulary = Vocabulary.load(shards)
+    d2t, t2d = draft_vocabulary(vocabulary.counts, size=shape.draft_vocab_size, special_ids=vocabulary.special_ids)
     drafter = Drafter(shape, d2t=d2t, t2d=t2d)
     drafter.initialize(
         target, std=config.drafter.init_std, head_from_target=config.drafter.init_head_from_target, seed=config.seed
