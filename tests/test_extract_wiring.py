@@ -12,15 +12,15 @@ from extract.capture import Captured, Reference, States, head_weight, reference_
 from extract.fetch import DrafterFeed
 from extract.probe import check_drafter_feed, probe_tokens
 from extract.wiring import check_ranks, check_states
-from tests.targets import VOCAB, tiny_target
+from tests.targets import VOCAB
 
 BOUNDARIES = [2, 3, 5]
 CURE = "set target.boundaries={found}"
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Path:
-    return Path(tiny_target("tiny_llama", tmp_path_factory.mktemp("models")).path)
+def target(tiny_llama) -> Path:
+    return Path(tiny_llama.path)
 
 
 @pytest.fixture(scope="module")

@@ -78,16 +78,18 @@ def extend_attention_cpu(
         num_new = lengths[group[0]]
         rows = extend_start_loc[group].long()[:, None] + torch.arange(num_new)  # [B, n]
         prefix_lens = seq_lens[group].long() - num_new
-        slots = req_to_token[req_pool_indices[group].long()]  # [B, positions]
+        requests_of_group = req_pool_indices[group].long()
         if k is None:
-            own = slots.gather(1, prefix_lens[:, None] + torch.arange(num_new)).long()
-            new_keys, new_values = k_buffer[own], v_buffer[own]
+            positions = prefix_lens[:, None] + torch.arange(num_new)
+            own = req_to_token[requests_of_group[:, None], positions].long()
+            keys, values = k_buffer[own], v_buffer[own]
         else:
-            new_keys = k.reshape(q.shape[0], -1, q.shape[2])[rows]  # [B, n, kv_heads, K]
-            new_values = v.reshape(q.shape[0], -1, o.shape[2])[rows]
-        keys, values, seen = _with_prefix(
-            new_keys, new_values, k_buffer=k_buffer, v_buffer=v_buffer, slots=slots, prefix_lens=prefix_lens
-        )
+            keys = k.reshape(q.shape[0], -1, q.shape[2])[rows]  # [B, n, kv_heads, K]
+            values = v.reshape(q.shape[0], -1, o.shape[2])[rows]
+        slots, seen = _cached(req_to_token, requests_of_group, prefix_lens)
+        if slots.shape[1]:
+            keys = torch.cat([k_buffer[slots].to(keys.dtype), keys], dim=1)  # [B, P + n, kv_heads, K]
+            values = torch.cat([v_buffer[slots].to(values.dtype), values], dim=1)
         among = None  # [B or 1, n, n] who sees whom among the new tokens; None: all, or the triangle where causal
         if tree_mask is not None:
             count = len(group) * num_new * num_new
@@ -130,30 +132,20 @@ def decode_attention_cpu(
         k_buffer[loc] = k.reshape(loc.numel(), *k_buffer.shape[1:]).to(k_buffer.dtype)
         if v is not None:
             v_buffer[loc] = v.reshape(loc.numel(), *v_buffer.shape[1:]).to(v_buffer.dtype)
-    slots = req_to_token[req_pool_indices.long()]  # [B, positions]
-    no_keys = k_buffer.new_empty(q.shape[0], 0, *k_buffer.shape[1:])
-    no_values = v_buffer.new_empty(q.shape[0], 0, *v_buffer.shape[1:])
-    keys, values, seen = _with_prefix(
-        no_keys, no_values, k_buffer=k_buffer, v_buffer=v_buffer, slots=slots, prefix_lens=seq_lens.long()
-    )
+    slots, seen = _cached(req_to_token, req_pool_indices.long(), seq_lens.long())
+    keys, values = k_buffer[slots], v_buffer[slots]  # [B, P, kv_heads, K], the new token among them
     o.copy_(_attend(q[:, None], keys, values, seen=seen, among=None, causal=False, scale=sm_scale)[:, 0])
 
 
-def _with_prefix(
-    new_keys: Tensor, new_values: Tensor, *, k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, prefix_lens: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values [B, P + n, kv_heads, .] with the cached prefix first, and which of the P are real.
+def _cached(req_to_token: Tensor, requests: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots [B, P] of each request's first tokens, P the longest of `lens`, and which of them are real, bool.
 
-    P is the longest prefix of the group. Returns seen [B, P] bool, None where there is no prefix.
+    The others repeat the request's first slot: what a table holds past a request's end is somebody else's.
     """
-    longest = int(prefix_lens.max())
-    if longest == 0:
-        return new_keys, new_values, None
-    seen = torch.arange(longest) < prefix_lens[:, None]
-    cached = slots[:, :longest].long().where(seen, slots[:, :1].long())  # padding reads a real slot, never a stale one
-    keys = torch.cat([k_buffer[cached].to(new_keys.dtype), new_keys], dim=1)
-    values = torch.cat([v_buffer[cached].to(new_values.dtype), new_values], dim=1)
-    return keys, values, seen
+    longest = int(lens.max())
+    seen = torch.arange(longest) < lens[:, None]
+    slots = req_to_token[:, : max(1, longest)][requests].long()
+    return torch.where(seen, slots[:, :longest], slots[:, :1]), seen
 
 
 def _attend(
@@ -161,22 +153,26 @@ def _attend(
     keys: Tensor,
     values: Tensor,
     *,
-    seen: Tensor | None,
+    seen: Tensor,
     among: Tensor | None,
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """q [B, n, heads, K] on keys [B, P + n, kv_heads, K] and values [B, P + n, kv_heads, V] -> [B, n, heads, V]."""
+    """Attention of q [B, n, heads, K] on P cached and n (or no) new tokens -> [B, n, heads, V].
+
+    keys, values  [B, P + n, kv_heads, .]        seen  [B, P] which of the cached ones are real
+    among         [B, n, n] who of the new ones sees whom; None: the triangle if `causal`, else all
+    """
     num_requests, num_new = q.shape[:2]
-    mask = None
-    if seen is not None or among is not None:
+    num_prefix, num_keys = seen.shape[1], keys.shape[1]
+    mask = None  # [B, 1, n, P + n]
+    if num_prefix == num_keys:
+        mask = seen[:, None, None]
+    elif num_prefix or among is not None:
         if causal:
             among, causal = torch.ones(1, num_new, num_new, dtype=torch.bool).tril(), False
-        mask = torch.ones(num_requests, 1, num_new, keys.shape[1], dtype=torch.bool)  # [B, 1, n, P + n]
-        num_prefix = 0
-        if seen is not None:
-            num_prefix = seen.shape[1]
-            mask[..., :num_prefix] = seen[:, None, None]
+        mask = torch.ones(num_requests, 1, num_new, num_keys, dtype=torch.bool)
+        mask[..., :num_prefix] = seen[:, None, None]
         if among is not None:
             mask[..., num_prefix:] = among[:, None]
     q, keys, values = (x.transpose(1, 2).to(q.dtype) for x in (q, keys, values))

@@ -1,0 +1,118 @@
+"""The plugin's own arithmetic, and the spool that it writes: no server needed."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from extract import plugin, spool
+from extract.fetch import read_drafter_feed
+
+
+def test_segments_follow_the_order_of_the_batch_and_are_ours_only():
+    segments = plugin.segments_of(
+        ["eyas-1", "HEALTH_CHECK_0", "eyas-all-2", "8f3c", "eyas-3"], [2, 1, 3, 4, 0], [5, 0, 0, 7, 1]
+    )
+    assert [(s.rid, s.first, s.count, s.start) for s in segments] == [("eyas-1", 0, 2, 5), ("eyas-all-2", 3, 3, 0)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_are_stacked_boundary_by_boundary_and_padding_is_cut(packed):
+    boundaries = [torch.full((6, 4), float(b)) for b in (2, 3)]
+    aux = torch.cat(boundaries, dim=-1) if packed else boundaries
+    states = plugin.stack_states(torch.full((6, 4), 9.0), aux, num_rows=5, num_aux=2)
+    assert states.shape == (5, 3, 4)
+    assert states[:, :, 0].tolist() == [[2, 3, 9]] * 5
+
+
+def test_a_model_that_hands_out_less_than_asked_is_an_error():
+    hidden, aux = torch.zeros(4, 8), [torch.zeros(4, 8)]
+    for words, options in {
+        "no residual stream": dict(aux=None, num_rows=4, num_aux=1),
+        "at 1 layers, not 2": dict(aux=aux, num_rows=4, num_aux=2),
+        "4 rows for 5 tokens": dict(aux=aux, num_rows=5, num_aux=1),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            plugin.stack_states(hidden, **options)
+
+
+def batch(*, mode="EXTEND", rids=("eyas-a", "other"), lens=(3, 2), prefix=(0, 0)):
+    return SimpleNamespace(
+        forward_mode=SimpleNamespace(name=mode), rids=list(rids), extend_seq_lens_cpu=list(lens),
+        extend_prefix_lens_cpu=list(prefix), input_ids=torch.arange(100, 100 + sum(lens)),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def capture(tmp_path, monkeypatch):
+    monkeypatch.setattr(plugin, "attention_rank", lambda: 0)
+    return plugin.Capture(tmp_path, layer_ids=[1])
+
+
+def test_rows_of_ours_reach_the_spool_with_their_tokens(capture, tmp_path):
+    hidden = torch.arange(5.0)[:, None].expand(5, 4)
+    capture.take(batch(prefix=(7, 0)), hidden, [hidden + 10])
+    (part,) = spool.read_parts(tmp_path, "eyas-a")
+    assert (part.start, part.rank, part.tokens.tolist()) == (7, 0, [100, 101, 102])
+    assert part.states[:, :, 0].tolist() == [[10, 0], [11, 1], [12, 2]]
+    assert [path.name for path in tmp_path.iterdir()] == ["eyas-a"]
+
+
+@pytest.mark.parametrize("mode", ["DECODE", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"])
+def test_only_prefills_are_captured(capture, tmp_path, mode):
+    capture.take(batch(mode=mode), torch.zeros(5, 4), [torch.zeros(5, 4)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_is_told_to_the_requests_it_concerns_and_not_raised(capture, tmp_path):
+    capture.take(batch(), torch.zeros(2, 4), [torch.zeros(2, 4)])
+    assert "2 rows for 5 tokens" in spool.read_error(tmp_path, "eyas-a")
+    assert spool.read_error(tmp_path, "other") is None
+
+
+def test_other_ranks_write_only_where_ranks_are_compared(capture, tmp_path, monkeypatch):
+    monkeypatch.setattr(plugin, "attention_rank", lambda: 1)
+    capture.take(batch(rids=("eyas-a", "eyas-all-b")), torch.zeros(5, 4), [torch.zeros(5, 4)])
+    assert [path.name for path in tmp_path.iterdir()] == ["eyas-all-b"]
+    assert [row for row in spool.list_rows(tmp_path, "eyas-all-b")] == [(1, 0, 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_part_is_a_safetensors_file(tmp_path, dtype):
+    states = torch.randn(3, 2, 4).to(dtype)
+    tokens = torch.tensor([5, 6, 7], dtype=torch.int32)
+    spool.write_part(tmp_path, "eyas-a", start=4, rank=2, tokens=tokens, states=states)
+    (file,) = (tmp_path / "eyas-a").iterdir()
+    read = load_file(file)
+    assert torch.equal(read["states"], states) and torch.equal(read["tokens"], tokens)
+    assert torch.equal(spool.read_parts(tmp_path, "eyas-a")[0].states, states)
+
+
+def test_kinds_of_parts_do_not_mix_and_unfinished_files_are_not_seen(tmp_path):
+    tokens, states = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, 6)
+    spool.write_part(tmp_path, "eyas-a", start=0, rank=0, tokens=tokens, states=states, kind=spool.FEED)
+    spool.append_line(tmp_path / "eyas-a" / spool.STEPS, {"position": 9, "tokens": [1, 2]})
+    (tmp_path / "eyas-a" / ".00000000-00000002.r0.safetensors.1.tmp").write_bytes(b"half")
+    assert spool.read_parts(tmp_path, "eyas-a") == []
+    feed = read_drafter_feed(tmp_path, "eyas-a")
+    assert feed.features.shape == (2, 6) and feed.steps == [(9, [1, 2])]
+    with pytest.raises(ValueError, match="no drafter feed"):
+        read_drafter_feed(tmp_path, "eyas-b")
+
+
+def test_without_the_variable_nothing_is_hooked(monkeypatch):
+    monkeypatch.delenv(plugin.VARIABLE, raising=False)
+    monkeypatch.setattr(plugin, "_capture", None)
+    plugin.register()
+    assert plugin._capture is None
+
+
+def test_outside_a_scheduler_nothing_is_hooked(monkeypatch):
+    monkeypatch.setenv(plugin.VARIABLE, json.dumps({"spool": "/nowhere", "layer_ids": [1], "feed": False}))
+    monkeypatch.setattr(plugin, "_capture", None)
+    plugin.register()
+    assert plugin._capture is None

@@ -1,0 +1,230 @@
+"""Every way in which a server does not become ready has its own words. Stand-ins play the servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from extract.command import Capturing, Drafting, command, install_plugin, installation
+from extract.server import Server, version_at
+from tests.targets import ROOT, engine_config, server_config
+
+STAND_IN = '''\
+#!{python}
+"""Plays a Python that has SGLang: says its version, or serves in the state that its file name asks for."""
+import http.server, json, os, pathlib, sys, time
+state = pathlib.Path(__file__).name
+if sys.argv[1] == "-c":
+    if state == "no_sglang":
+        sys.exit("importlib.metadata.PackageNotFoundError: No package metadata was found for sglang")
+    print(json.dumps(["0.4.1" if state == "old" else "0.5.23", None]))
+    sys.exit()
+options = dict(zip(sys.argv, sys.argv[1:]))
+print("starting", state, flush=True)
+if state == "exits":
+    print("RuntimeError: CUDA out of memory", flush=True)
+    sys.exit(3)
+if state == "waits":
+    time.sleep(600)
+if state == "computes":
+    while True:
+        pass
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        loading = state == "loads" and self.path == "/health"
+        answer = {{"architectures": ["Qwen3ForCausalLM" if state == "other" else "LlamaForCausalLM"],
+                  "model_path": options["--model-path"], "version": "0.5.20"}}
+        self.send_response(503 if loading else 200)
+        self.end_headers()
+        self.wfile.write(b"" if self.path == "/health" else json.dumps(answer).encode())
+    def log_message(self, *arguments):
+        pass
+asked = json.loads(os.environ.get("EYAS_CAPTURE", "null"))
+if asked and state != "no_plugin":
+    ids = [7] if state == "other_ids" else asked["layer_ids"]
+    said = {{"layer_ids": ids, "rank": 0, "dtype": "bfloat16"}}
+    if state == "cannot":
+        said["error"] = "AttributeError: no set_eagle3_layers_to_capture"
+    (pathlib.Path(asked["spool"]) / "server-1.json").write_text(json.dumps(said))
+http.server.HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
+'''
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    def make(state: str) -> str:
+        file = tmp_path / state
+        file.write_text(STAND_IN.format(python=sys.executable))
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        return str(file)
+
+    return make
+
+
+def server(python, tiny_llama, tmp_path, *, capture=False, seconds=30.0, **config):
+    return Server(
+        Path(tiny_llama.path),
+        engine=engine_config(python=python, device="cuda"),
+        config=server_config(ready_timeout_seconds=seconds, **config),
+        out=tmp_path / "out",
+        capturing=Capturing(tmp_path / "spool", [1, 2, 4]) if capture else None,
+    )
+
+
+def refused(*arguments, **options) -> str:
+    with pytest.raises(ValueError) as caught:
+        with server(*arguments, **options):
+            pass
+    return str(caught.value)
+
+
+def test_a_ready_server_is_used_and_then_gone(stand_in, tiny_llama, tmp_path):
+    with server(stand_in("ready"), tiny_llama, tmp_path, capture=True) as running:
+        assert running.is_alive() and running.get("/model_info")["architectures"] == ["LlamaForCausalLM"]
+        assert (running.num_ranks, running.state_bytes) == (1, 2)
+        assert version_at(running.url) == "0.5.20"
+        process = psutil.Process(running._process.pid)
+    assert not process.is_running()
+
+
+def test_a_server_that_exits_shows_its_last_lines_and_what_to_do(stand_in, tiny_llama, tmp_path):
+    message = refused(stand_in("exits"), tiny_llama, tmp_path)
+    assert "exited with status 3" in message and "RuntimeError: CUDA out of memory" in message
+    assert "lower engine.mem_fraction" in message and str(tmp_path / "out/server.log") in message
+
+
+@pytest.mark.parametrize(("state", "words"), [("waits", "it hangs"), ("computes", "they compute")])
+def test_a_port_that_never_opens_says_whether_the_processes_compute(stand_in, tiny_llama, tmp_path, state, words):
+    message = refused(stand_in(state), tiny_llama, tmp_path, seconds=1.5)
+    assert "not ready after" in message and "port not open yet" in message and words in message
+    assert "server.ready_timeout_seconds" in message
+
+
+def test_a_server_that_loads_for_ever_is_told_from_one_without_a_port(stand_in, tiny_llama, tmp_path):
+    assert "loading (503)" in refused(stand_in("loads"), tiny_llama, tmp_path, seconds=2.0)
+
+
+def test_a_server_of_another_model_is_refused_naming_both(stand_in, tiny_llama, tmp_path):
+    message = refused(stand_in("other"), tiny_llama, tmp_path)
+    assert "Qwen3ForCausalLM" in message and "LlamaForCausalLM" in message and "set target=" in message
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("no_plugin", "does not capture into"),
+        ("cannot", "no set_eagle3_layers_to_capture"),
+        ("other_ids", r"captures layer ids \[7\], this run needs \[1, 2, 4\]"),
+    ],
+)
+def test_a_server_that_captures_nothing_or_something_else_is_refused(stand_in, tiny_llama, tmp_path, state, words):
+    with pytest.raises(ValueError, match=words):
+        with server(stand_in(state), tiny_llama, tmp_path, capture=True):
+            pass
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(stand_in, tiny_llama, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = refused(stand_in("ready"), tiny_llama, tmp_path, port=port)
+    assert f"port {port} of 127.0.0.1" in message and "server.port=0" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_attaching_to_nothing_is_refused(tiny_llama, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    assert f"nothing answers at server.url={url}" in refused(None, tiny_llama, tmp_path, url=url)
+    with pytest.raises(ValueError, match="no SGLang server answers"):
+        version_at(url)
+
+
+def test_attaching_leaves_the_server_running(stand_in, tiny_llama, tmp_path):
+    with server(stand_in("ready"), tiny_llama, tmp_path) as running:
+        with server(None, tiny_llama, tmp_path, url=running.url):
+            pass
+        assert running.is_alive() and running.get("/model_info")
+
+
+@pytest.mark.parametrize(("state", "words"), [("old", "has SGLang 0.4.1"), ("no_sglang", "no usable sglang")])
+def test_a_python_without_a_known_sglang_is_refused(stand_in, state, words):
+    with pytest.raises(ValueError, match=words):
+        installation(engine_config(python=stand_in(state), device="cuda"))
+    with pytest.raises(ValueError, match="cannot be run"):
+        installation(engine_config(python="/nowhere/python", device="cuda"))
+
+
+def test_a_server_dies_with_the_process_that_started_it(stand_in, tiny_llama, tmp_path):
+    script = textwrap.dedent(f"""
+        import sys, time
+        from pathlib import Path
+        from extract.server import Server
+        from tests.targets import engine_config, server_config
+        server = Server(Path({tiny_llama.path!r}), engine=engine_config(python={stand_in("ready")!r}, device="cuda"),
+                        config=server_config(), out=Path({str(tmp_path)!r}))
+        server.__enter__()
+        print(server._process.pid, flush=True)
+        time.sleep(600)
+    """)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    gone, alive = psutil.wait_procs([child], timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+def test_the_command_for_a_gpu_is_sglangs_own_and_asks_for_nothing_it_need_not(tmp_path):
+    engine = engine_config(python="py", device="cuda", tensor_parallel=8, extra_args=["--quantization", "w4a16"])
+    found = type(installation(engine_config()))("py", "0.5.23", "cuda")
+    line = command(
+        Path("/models/kimi"), found, engine=engine, host="0.0.0.0", port=30000, capturing=True,
+        drafting=Drafting(Path("/drafter"), 3, unquantized=True), trust_remote_code=True,
+    )  # fmt: skip
+    assert line[:5] == ["py", "-m", "sglang.launch_server", "--model-path", "/models/kimi"]
+    text = " ".join(line)
+    assert "--tp-size 8" in text and "--disable-radix-cache" in text and "--trust-remote-code" in text
+    assert "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4" in text
+    assert "--speculative-draft-model-quantization unquant" in text and text.endswith("--quantization w4a16")
+    assert "--max-total-tokens" not in text and "--mem-fraction-static" not in text and "intel_amx" not in text
+
+
+def test_the_plugin_needs_nothing_of_eyas_but_its_folder(tmp_path):
+    """A Python without this repository finds the entry point and imports it, from the folder alone."""
+    folder = install_plugin(tmp_path / "plugin")
+    code = (
+        "import importlib.metadata, sys; (found,) = importlib.metadata.entry_points(group='sglang.srt.plugins');"
+        "register = found.load(); import extract, extract.feed, extract.cpu.shim;"
+        "print(found.name, found.value, extract.__file__, sorted({'data', 'train', 'sglang'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split(maxsplit=2)[:2] == ["eyas", "extract.plugin:register"]
+    assert f"{folder}/extract/__init__.py []" in done.stdout
+
+
+def test_mode_command_prints_what_starts_a_server_by_hand(tiny_llama, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "extract/main.py", "mode=command", "target=tiny_llama", f"out={tmp_path}"],
+        cwd=ROOT, env={**os.environ, "EYAS_MODELS": str(Path(tiny_llama.path).parent)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "EYAS_CAPTURE='{" in done.stdout and '"layer_ids": [1, 2, 4]' in done.stdout
+    assert f"--model-path {tiny_llama.path}" in done.stdout and "server.url=" in done.stdout
+    assert json.loads((tmp_path / "summary.json").read_text())["command"] in done.stdout
