@@ -80,11 +80,20 @@ class Client:
         except asyncio.TimeoutError as error:
             raise RequestFailed(f"no answer within {self._timeout.total:.0f} s") from error
         except aiohttp.ClientError as error:
-            raise ServerGone(f"{self.url}: {error or type(error).__name__}") from error
+            said = f"{self.url}: {error or type(error).__name__}"
+            raise (RequestFailed(said) if await self._is_there() else ServerGone(said)) from error
         reason = said["meta_info"]["finish_reason"]
         if reason["type"] == "abort":
             raise RequestFailed(reason.get("message") or "aborted")
         return Answer(output_ids=said["output_ids"], meta=said["meta_info"])
+
+    async def _is_there(self) -> bool:
+        """Whether the server answers at all: a connection may be lost, idle too long, and the server be well."""
+        try:
+            async with self._session.get(f"{self.url}/model_info", timeout=aiohttp.ClientTimeout(total=10)):
+                return True
+        except (aiohttp.ClientError, asyncio.TimeoutError):
+            return False
 
 
 def _message(text: str) -> str:

@@ -19,6 +19,7 @@ from extract.client import Client, RequestFailed, RequestRefused, ServerGone
 from extract.fetch import fetch, rid_of
 from extract.server import Server
 
+RETRY_SECONDS = 0.1  # before the second try, then twice as long each time
 MAX_REQUESTS = 1024  # in flight, whatever their size
 
 
@@ -144,6 +145,7 @@ class _Stream:
                 return f"refused by the server: {error}"
             except RequestFailed as error:
                 reason = f"{self._retries + 1} times: {error}"
+                await asyncio.sleep(RETRY_SECONDS * 2**attempt)
         return reason
 
     async def _keep(self, prompt: Prompt, captured: Captured | str) -> None:

@@ -1,0 +1,200 @@
+"""From prompts to shards, with a stand-in for the server that can fail in every way a request can."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+from data.prompts import Prompt
+from data.schema import Provenance
+from data.shards import ShardReader, ShardWriter, finished_ids
+from extract import fetch, sink, spool
+from extract.sink import extract
+
+HIDDEN, BOUNDARIES = 8, (1, 2)
+ROW_BYTES = (len(BOUNDARIES) + 1) * HIDDEN * 4
+PROVENANCE = Provenance(
+    target="toy", config_hash="c", weights_fingerprint="w", tokenizer_hash="t", chat_template_hash="m",
+    boundaries=BOUNDARIES, num_layers=4, hidden_size=HIDDEN, vocab_size=1000, codec="fp32", engine="sglang",
+    engine_version="0.5.23",
+)  # fmt: skip
+
+
+class StandIn:
+    """Serves /generate in a thread. `behaviour(rid, attempt)` says how a request goes; states are token + 1000 * column."""
+
+    def __init__(self, folder: Path, behaviour=lambda name, attempt: "fine") -> None:
+        self.capturing, self.config = SimpleNamespace(spool=folder), SimpleNamespace(answer_timeout_seconds=30)
+        self.state_bytes, self.behaviour = 4, behaviour
+        self.asked: list[str] = []
+        self.bytes_out = self.most_bytes_out = 0
+        self._ready = threading.Event()
+
+    def failure(self, what: str, *, cure: str) -> ValueError:
+        return ValueError(f"{what}: {cure}")
+
+    def __enter__(self) -> StandIn:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        application = web.Application()
+        application.router.add_post("/generate", self._generate)
+        runner = web.AppRunner(application)
+        self._loop.run_until_complete(runner.setup())
+        self._site = web.TCPSite(runner, "127.0.0.1", 0)
+        self._loop.run_until_complete(self._site.start())
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        said = await request.json()
+        rid, tokens = said["rid"], torch.tensor(said["input_ids"], dtype=torch.int32)
+        name, attempt = rid.removeprefix(f"eyas-{fetch.RUN}-").rsplit("-", 1)
+        self.asked.append(name)
+        size = len(tokens) * ROW_BYTES
+        self.bytes_out += size
+        self.most_bytes_out = max(self.most_bytes_out, self.bytes_out)
+        how = self.behaviour(name, int(attempt))
+        await asyncio.sleep(0.05 if how == "slow" else 0.005)
+        self.bytes_out -= size
+        if how == "refuses":
+            return web.Response(status=400, text="Input length (9000 tokens) exceeds the maximum allowed length")
+        if how == "fails":
+            return web.Response(status=500, text="oops")
+        if how == "drops":
+            request.transport.close()
+        if how == "dies":  # it takes no more connections, and this one ends without an answer
+            await self._site.stop()
+            request.transport.close()
+        if how == "cannot":
+            spool.write_json(self.capturing.spool / rid / "error.json", {"error": "ValueError: no residual stream"})
+        else:
+            echoed = tokens + 1 if how == "confuses" else tokens
+            states = tokens.float()[:, None, None] + torch.tensor([0.0, 1000, 2000])[:, None]
+            states = states.expand(-1, -1, HIDDEN).contiguous()
+            if how == "breaks":
+                states[-1, 0, 0] = float("inf")
+            half = len(tokens) // 2  # as a chunked prefill, the later chunk first
+            for rows in (slice(half, None), slice(0, half)):
+                if len(tokens[rows]) and not (how == "loses" and rows.start == 0):
+                    spool.write_part(
+                        self.capturing.spool, rid, start=rows.start, rank=0, tokens=echoed[rows], states=states[rows]
+                    )
+        meta = {"finish_reason": {"type": "length", "length": 0}}
+        return web.json_response({"output_ids": [], "meta_info": meta})
+
+
+def prompts(count: int = 12, *, split: str = "train") -> list[Prompt]:
+    return [
+        Prompt(
+            id=f"{split}-{i}", source="toy", split=split, tokens=np.arange(i, 2 * i + 2, dtype=np.int32),
+            loss_mask=np.ones(i + 2, dtype=np.uint8),
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def run(server: StandIn, out: Path, rows: list[Prompt], **changes) -> sink.Extracted:
+    options = dict(shard_bytes=1 << 30, in_flight_bytes=1 << 20, retries=2) | changes
+    return extract(rows, server=server, out=out, provenance=PROVENANCE, **options)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(fetch, "ROWS_SECONDS", 0.3)
+
+
+def test_records_hold_each_prompts_states_in_the_prompts_order_whatever_order_answers_come_in(tmp_path):
+    rows = prompts() + prompts(3, split="validation")
+    with StandIn(tmp_path / "spool", lambda name, attempt: "slow" if name == "train-0" else "fine") as server:
+        extracted = run(server, tmp_path / "shards", rows)
+    assert (extracted.records, extracted.tokens, extracted.failed) == (15, sum(len(row.tokens) for row in rows), {})
+    for split in ("train", "validation"):
+        reader = ShardReader(tmp_path / "shards", split=split)
+        assert [entry.id for entry in reader.entries] == [row.id for row in rows if row.split == split]
+        for record, row in zip(reader, [row for row in rows if row.split == split]):
+            assert record.tokens.tolist() == row.tokens.tolist() and record.loss_mask.tolist() == row.loss_mask.tolist()
+            assert record.aux[:, :, 0].tolist() == [[t, t + 1000] for t in row.tokens]
+            assert record.last[:, 3].tolist() == [t + 2000 for t in row.tokens]
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["fails", "drops", "cannot", "loses", "confuses", "breaks"])
+def test_a_request_that_fails_is_tried_again_and_no_wrong_row_is_kept(tmp_path, how):
+    def once(name, attempt):
+        return how if name == "train-3" and attempt == 0 else "fine"
+
+    with StandIn(tmp_path / "spool", once) as server:
+        run(server, tmp_path / "shards", prompts())
+    assert server.asked.count("train-3") == 2
+    record = ShardReader(tmp_path / "shards", split="train").read(3)
+    assert record.last[:, 0].tolist() == [2003, 2004, 2005, 2006, 2007]
+
+
+def test_a_prompt_that_always_fails_is_named_with_its_reason_and_the_others_are_kept(tmp_path):
+    def always(name, attempt):
+        return {"train-3": "cannot", "train-5": "refuses"}.get(name, "fine")
+
+    with StandIn(tmp_path / "spool", always) as server:
+        with pytest.raises(ValueError, match="2 of 12 prompts could not be captured: train-3 .*no residual stream") as caught:
+            run(server, tmp_path / "shards", prompts())
+        assert "train-5 (refused by the server" in str(caught.value) and "exceeds the maximum" in str(caught.value)
+        assert (server.asked.count("train-3"), server.asked.count("train-5")) == (3, 1)
+        server.behaviour, server.asked = (lambda name, attempt: "fine"), []
+        extracted = run(server, tmp_path / "shards", prompts())
+    assert (extracted.earlier, extracted.records, len(server.asked)) == (10, 2, 2)
+    assert finished_ids(tmp_path / "shards") == {f"train-{i}" for i in range(12)}
+
+
+def test_a_server_that_dies_leaves_what_was_captured_and_the_same_call_continues(tmp_path):
+    with StandIn(tmp_path / "spool", lambda name, attempt: "dies" if name == "train-6" else "fine") as server:
+        with pytest.raises(ValueError, match="the server ended while extracting.*and kept: the same command continues"):
+            run(server, tmp_path / "shards", prompts(), in_flight_bytes=1)
+        assert finished_ids(tmp_path / "shards") == {f"train-{i}" for i in range(6)}
+    with StandIn(tmp_path / "spool") as server:
+        assert run(server, tmp_path / "shards", prompts()).records == 6
+    assert not list((tmp_path / "shards").glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("limit", [1, 20 * ROW_BYTES, 1 << 20])
+def test_bytes_in_flight_stay_below_the_limit_or_are_one_request(tmp_path, limit):
+    rows = prompts()
+    with StandIn(tmp_path / "spool") as server:
+        run(server, tmp_path / "shards", rows, in_flight_bytes=limit)
+    largest = max(len(row.tokens) for row in rows) * ROW_BYTES
+    assert server.most_bytes_out <= max(limit, largest)
+    if limit == 1 << 20:
+        assert server.most_bytes_out > largest, "many requests are in flight at once"
+
+
+def test_a_full_disk_ends_the_run_with_its_own_error_and_not_in_a_hang(tmp_path, monkeypatch):
+    write = ShardWriter.write
+
+    def full(self, record):
+        if record.id == "train-4":
+            self._fail(OSError(28, "No space left on device"))
+        write(self, record)
+
+    monkeypatch.setattr(ShardWriter, "write", full)
+    with StandIn(tmp_path / "spool") as server:
+        with pytest.raises(ValueError, match="No space left on device"):
+            run(server, tmp_path / "shards", prompts(), shard_bytes=1)
+    assert finished_ids(tmp_path / "shards") == {f"train-{i}" for i in range(4)}
