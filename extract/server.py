@@ -120,7 +120,7 @@ class Server:
             self.capturing.spool.mkdir(parents=True, exist_ok=True)
             for leftover in self.capturing.spool.iterdir():  # of a run that was killed
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        plugin = install_plugin(self.out / "plugin")
+        plugin = install_plugin((self.out / "plugin").resolve())  # the server runs in another folder
         line = command(
             self.target.resolve(), found, engine=self.engine, host=host, port=port,
             capturing=self.capturing is not None and self.capturing.layer_ids is not None,
