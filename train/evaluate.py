@@ -131,7 +131,7 @@ def score_reader(
 
 
 def summarize(scores: list[DocumentScore], *, depths: int) -> dict:
-    """{"tau", "acc", "alpha", "loss", "accept_histogram", "greedy_share", "documents", "steps"} of a selection."""
+    """{"tau", "acc", "alpha", "loss", "accept_histogram", "greedy_share", "documents", "verification_steps"} of a selection."""
     sums = sum((DepthSums(score.sums) for score in scores), DepthSums.zeros(depths, device="cpu"))
     walked = sum((score.walk for score in scores), Walk.empty(depths))
     supervised = sum(score.supervised for score in scores)
@@ -141,7 +141,7 @@ def summarize(scores: list[DocumentScore], *, depths: int) -> dict:
         "accept_histogram": list(walked.histogram),
         "greedy_share": sum(score.greedy for score in scores) / supervised if supervised else float("nan"),
         "documents": len(scores),
-        "steps": walked.steps,
+        "verification_steps": walked.steps,
     }
 
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dataclasses import asdict
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from data.config import finished, fingerprint, stage
 from data.embedded import ensure_target
@@ -39,6 +39,8 @@ def main(config: TrainConfig) -> dict:
         mixed_precision="bf16" if config.precision == "bf16" else "no",
         log_with=None if config.tracker.name == "none" else config.tracker.name,
         project_dir=config.out,
+        # the only buffers are the vocabulary map, which never changes
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
     with accelerator.main_process_first():
         target_path = ensure_target(config.target)
