@@ -53,16 +53,19 @@ def test_walks_add_up_by_tokens_and_steps_not_by_their_means():
 
 def test_acc_is_conditional_and_a_token_beyond_the_draft_vocabulary_stays_in_the_denominator():
     """Four rows; depth 0 hits two; depth 1 hits one of those two and one that depth 0 missed, which is not reached."""
-    sums = DepthSums.zeros(2, device="cpu")
-    every, hits0, hits1 = torch.ones(4) > 0, torch.tensor([1, 1, 0, 0]) > 0, torch.tensor([1, 0, 1, 0]) > 0
-    sums.add(0, counted=every, loss=torch.tensor(8.0), hits=hits0, right_so_far=every, alpha=torch.full((4,), 0.5))
-    sums.add(1, counted=every, loss=torch.tensor(4.0), hits=hits1, right_so_far=hits0, alpha=torch.full((4,), 0.25))
+    sums = DepthSums.of(
+        counted=torch.ones(2, 4) > 0,
+        entropy=torch.tensor([[2.0] * 4, [1.0] * 4]),
+        hits=torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]]) > 0,
+        alpha=torch.tensor([[0.5] * 4, [0.25] * 4]),
+    )
     assert sums.means() == {"loss": [2.0, 1.0], "acc": [0.5, 0.5], "alpha": [0.5, 0.25]}
 
 
 def test_rows_that_nothing_counts_do_not_spoil_a_sum():
-    sums = DepthSums.zeros(1, device="cpu")
-    counted = torch.tensor([True, False])
-    alpha = torch.tensor([0.5, float("nan")])
-    sums.add(0, counted=counted, loss=torch.tensor(1.0), hits=counted, right_so_far=counted | True, alpha=alpha)
+    nan = float("nan")
+    counted = torch.tensor([[True, False]])
+    sums = DepthSums.of(
+        counted=counted, entropy=torch.tensor([[1.0, nan]]), hits=counted, alpha=torch.tensor([[0.5, nan]])
+    )
     assert sums.means() == {"loss": [1.0], "acc": [1.0], "alpha": [0.5]}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.packs import DRAFT_VOCAB, HIDDEN, pack_of, small_drafter, small_target
 from train.attention import Documents, dense
-from train.loss import Teacher
+from train.loss import PLAIN
 from train.target import Target
-from train.unroll import TrainingTimeTest, counted_rows, unroll
+from train.unroll import TrainingTimeTest, counted_rows, teacher_of, unroll
 
 # x_0 .. x_7: a user's turn, an answer of three tokens, a user's token, an answer of one token
 CONVERSATION = ([10, 11, 12, 13, 14, 15, 16, 17], [0, 0, 0, 1, 1, 1, 0, 1])
@@ -53,7 +55,7 @@ def test_every_row_and_depth_reads_what_the_table_says():
     embedding = torch.arange(64, dtype=torch.float64)[:, None].expand(64, HIDDEN)
     target = Target(embedding=embedding, final_norm=torch.ones(HIDDEN), head=embedding, config={})
     spy = Spy()
-    list(unroll(spy, target, batch, documents_of(batch), depths=3, attention=dense))
+    unroll(spy, target, batch, documents_of(batch), depths=3, attention=dense)
     aux = batch.aux[:, 0].tolist()
     # the rows that ask, and go on to depth 1: from each document's first counted row to its end
     assert documents_of(batch).active.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
@@ -92,12 +94,18 @@ def test_a_row_counts_when_all_it_predicts_is_the_assistants_and_exists():
 
 def test_the_teacher_of_row_p_at_depth_k_is_the_target_at_p_plus_1_plus_k():
     """A head that is the identity lets the teacher's own logits say which row they come from."""
-    last = torch.arange(8.0)[:, None] * torch.eye(1, HIDDEN)  # row p holds p in its first place
-    teacher = Teacher.of(last, torch.eye(HIDDEN), target_ids=torch.tensor([0, 1]))
+    batch = pack_of([CONVERSATION, SECOND])
+    last = torch.arange(12.0)[:, None] * torch.eye(1, HIDDEN)  # row p holds p in its first place
+    target = Target(embedding=torch.eye(HIDDEN), final_norm=torch.ones(HIDDEN), head=torch.eye(HIDDEN), config={})
+    documents = documents_of(batch)
+    teacher, seen = teacher_of(
+        target, replace(batch, last=last), documents, target_ids=torch.tensor([0, 1]), depths=3, make=PLAIN.teacher
+    )
+    counted = counted_rows(batch, depths=3)
     for depth in range(3):
-        assert teacher.seen_from(torch.arange(5), ahead=1 + depth).logits[:, 0].tolist() == [
-            p + 1 + depth for p in range(5)
-        ]
+        for place, row in enumerate(documents.active.tolist()):
+            if counted[depth, row]:
+                assert teacher.logits[seen[depth, place], 0] == row + 1 + depth
 
 
 def test_a_row_sees_its_past_at_depth_0_and_its_own_drafts_and_nothing_else():
@@ -130,7 +138,7 @@ def test_packed_equals_unpacked(flags):
     results = []
     for packs in ([packed], [pack_of([document]) for document in documents]):
         target = small_target()
-        model = TrainingTimeTest(small_drafter(target, **flags), target, depths=4, gamma=0.8, attention=dense)
+        model = TrainingTimeTest(small_drafter(target, **flags), target, depths=4, gamma=0.8, attention=dense, head=PLAIN)
         loss = sum(loss_of(model, batch, counts)[0] for batch in packs)
         loss.backward()
         results.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
@@ -145,7 +153,7 @@ def test_metrics_count_a_chain_only_as_far_as_it_is_right():
     """acc_1 has in its denominator the rows that depth 0 got right, not all of them."""
     target = small_target()
     batch = pack_of([(list(range(20)), [1] * 20)])
-    model = TrainingTimeTest(small_drafter(target), target, depths=3, gamma=0.8, attention=dense)
+    model = TrainingTimeTest(small_drafter(target), target, depths=3, gamma=0.8, attention=dense, head=PLAIN)
     _, sums = loss_of(model, batch, [18.0, 17.0, 16.0])
     counted, _, reached, hits, _ = sums.values.tolist()
     assert counted == [18, 17, 16]
@@ -158,7 +166,7 @@ def test_padding_changes_nothing():
     target, documents = small_target(), [CONVERSATION, SECOND]
     padded = pack_of([*documents, ([0] * 6, [0] * 6)])
     counts = torch.tensor([5.0, 3.0])
-    model = TrainingTimeTest(small_drafter(target), target, depths=2, gamma=0.8, attention=dense)
+    model = TrainingTimeTest(small_drafter(target), target, depths=2, gamma=0.8, attention=dense, head=PLAIN)
     losses = [loss_of(model, batch, counts)[0].item() for batch in (pack_of(documents), padded)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
@@ -167,21 +175,11 @@ def test_a_pack_that_nothing_counts_still_has_gradients_of_zero():
     """A rank with an empty pack must take part in the reduction, not hang it."""
     target = small_target()
     drafter = small_drafter(target)
-    model = TrainingTimeTest(drafter, target, depths=2, gamma=0.8, attention=dense)
+    model = TrainingTimeTest(drafter, target, depths=2, gamma=0.8, attention=dense, head=PLAIN)
     loss, _ = loss_of(model, pack_of([([1, 2, 3], [0, 0, 0])]), [5.0, 5.0])
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in drafter.parameters())
-
-
-def test_drafts_are_named_by_the_targets_ids():
-    """small_drafter can say even tokens only."""
-    target = small_target()
-    batch = pack_of([CONVERSATION])
-    outputs = list(unroll(small_drafter(target), target, batch, documents_of(batch), depths=2, attention=dense))
-    assert [output.depth for output in outputs] == [0, 1]
-    assert all((output.tokens % 2 == 0).all() for output in outputs)
-    assert outputs[0].logits.shape == (7, DRAFT_VOCAB)  # row 0 predicts x_2, which is the user's
 
 
 @pytest.mark.parametrize("bucket, rows", [(1, 11), (4, 12), (64, 12)])
@@ -198,7 +196,7 @@ def test_rows_that_ask_without_counting_change_nothing():
     batch, target = pack_of([CONVERSATION, SECOND]), small_target()
     results = []
     for bucket in (1, 64):
-        model = TrainingTimeTest(small_drafter(target), target, depths=3, gamma=0.8, attention=dense)
+        model = TrainingTimeTest(small_drafter(target), target, depths=3, gamma=0.8, attention=dense, head=PLAIN)
         counted = counted_rows(batch, depths=3)
         documents = documents_of(batch, bucket=bucket)
         loss, _ = model(batch, documents, counted, counted.sum(1))

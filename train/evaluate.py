@@ -31,12 +31,12 @@ from data.stream import PackDataset
 from train import attention
 from train.config import EvaluateConfig
 from train.export import load_drafter
-from train.loss import Teacher, acceptance
 from train.attention import Documents
-from train.metrics import FIELDS, DepthSums, Walk, walk
+from train.loss import PLAIN
+from train.metrics import FIELDS, DepthSums, Walk, per_row, walk
 from train.model import Drafter
 from train.target import Target, check_shards
-from train.unroll import counted_rows, unroll
+from train.unroll import counted_rows, teacher_of, unroll
 
 LENGTH_BUCKETS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -66,37 +66,31 @@ def score_batch(
     counted = counted_rows(batch, depths=depths)
     documents = Documents.of(batch, counted=counted[0])
     batch, counted, documents = batch.to(device), counted.to(device), documents.to(device)
-    teacher = Teacher.of(batch.last, target.head, target_ids=drafter.target_ids)
-    active = documents.active
-    per_row = torch.zeros(len(FIELDS), batch.num_tokens, depths, dtype=torch.float64, device=device)
-    right = torch.zeros(batch.num_tokens, depths, dtype=torch.bool, device=device)
-    right_so_far = torch.ones_like(active, dtype=torch.bool)
-    for output in unroll(drafter, target, batch, documents, depths=depths, attention=attend):
-        k = output.depth
-        rows = counted[k, active]
-        ahead = teacher.seen_from(active, ahead=1 + k)
-        hits, reached = output.tokens == ahead.top1, rows & right_so_far
-        log_q, p = output.logits.float().log_softmax(-1), ahead.logits.softmax(-1)
-        columns = (
-            rows.double(),
-            torch.where(rows, -(p * log_q).sum(-1), 0.0).double(),
-            reached.double(),
-            (reached & hits).double(),
-            torch.where(rows, acceptance(output.logits, ahead), 0.0).double(),
-        )
-        per_row[:, active, k] = torch.stack(columns)
-        right_so_far = right_so_far & hits
-        right[active, k] = output.tokens == batch.tokens[(active + 2 + k) % batch.num_tokens]
-    per_row, right_rows = per_row.cpu(), right.cpu().numpy()
-    mask = batch.loss_mask.cpu()
-    greedy = mask & (batch.tokens == teacher.top1.roll(1, 0)).cpu() & (batch.positions > 0).cpu()
+    active, ids = documents.active, drafter.target_ids
+    normed = unroll(drafter, target, batch, documents, depths=depths, attention=attend)  # [K, R, H]
+    teacher, seen = teacher_of(target, batch, documents, target_ids=ids, depths=depths, make=PLAIN.teacher)
+    rows = counted[:, active].float()
+    found = [
+        PLAIN.loss(normed[k], drafter.lm_head.weight.to(normed.dtype), teacher, seen[k], rows[k]) for k in range(depths)
+    ]
+    entropy, top1, alpha = (torch.stack([getattr(f, n) for f in found]) for n in ("entropy", "top1", "alpha"))
+    hits = ids[top1] == teacher.top1[seen]
+    sums = torch.zeros(len(FIELDS), depths, batch.num_tokens, dtype=torch.float64, device=device)
+    sums[..., active] = per_row(counted=rows.bool(), entropy=entropy, hits=hits, alpha=alpha)
+    ahead = active + 2 + torch.arange(depths, device=device)[:, None]
+    right = torch.zeros(depths, batch.num_tokens, dtype=torch.bool, device=device)
+    right[:, active] = ids[top1] == batch.tokens[ahead % batch.num_tokens]
+    greedy = torch.zeros_like(batch.loss_mask)
+    greedy[(active + 1) % batch.num_tokens] = teacher.top1 == batch.tokens[(active + 1) % batch.num_tokens]
+    sums, right, mask = sums.cpu(), right.T.cpu().numpy(), batch.loss_mask.cpu()
+    greedy = greedy.cpu() & mask & (batch.positions > 0).cpu()
     edges = batch.cu_seqlens.tolist()
     return [
         DocumentScore(
             source=source,
             length=stop - start,
-            sums=per_row[:, start:stop].sum(1),
-            walk=walk(right_rows[start:stop], mask[start:stop].numpy()),
+            sums=sums[..., start:stop].sum(-1),
+            walk=walk(right[start:stop], mask[start:stop].numpy()),
             greedy=int(greedy[start:stop].sum()),
             supervised=int(mask[start:stop].sum()),
         )

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from data.batch import Batch
 from data.shards import ShardReader
 from data.stream import PackDataset, plan_epoch, rank_packs
-from train import attention, checkpoint, optim
+from train import attention, checkpoint, loss, optim
 from train.checkpoint import RunState
 from train.config import TrainConfig
 from train.evaluate import score_reader, summarize
@@ -66,7 +66,12 @@ class Trainer:
         self.optimizers = optim.build(self.drafter, config.optim)
         self.state = self._resume(state)
         step_module = TrainingTimeTest(
-            self.drafter, target, depths=self.depths, gamma=config.loss.gamma, attention=self.attend
+            self.drafter,
+            target,
+            depths=self.depths,
+            gamma=config.loss.gamma,
+            attention=self.attend,
+            head=loss.choose(config.attention),
         )
         self.model = accelerator.prepare(step_module)
         self.total_steps = config.epochs * len(self._plan(0))
@@ -151,8 +156,8 @@ class Trainer:
             documents = attention.Documents.of(batch, counted=rows[0])
             quiet = i + 1 < len(batches) and ranks > 1
             with self.accelerator.no_sync(self.model) if quiet else nullcontext():
-                loss, sums = self.model(batch.to(device), documents.to(device), rows.to(device), counts)
-                self.accelerator.backward(loss * ranks)  # DDP averages over ranks: the sum is what is wanted
+                summand, sums = self.model(batch.to(device), documents.to(device), rows.to(device), counts)
+                self.accelerator.backward(summand * ranks)  # DDP averages over ranks: the sum is what is wanted
             interval.sums += sums
             interval.tokens += int(batch.cu_seqlens[len(batch.ids)])
         interval.grad_norm = self.accelerator.clip_grad_norm_(
@@ -179,10 +184,10 @@ class Trainer:
         supervised = int(sums.values[0, 0])
         self.state.supervised_tokens += supervised
         seconds = time.monotonic() - interval.started
-        loss = sum(self.config.loss.gamma**k * x for k, x in enumerate(means["loss"]) if x == x)
+        total = sum(self.config.loss.gamma**k * x for k, x in enumerate(means["loss"]) if x == x)
         figures = {
             "epoch": self.state.epoch + self.state.step_in_epoch / max(self.total_steps // self.config.epochs, 1),
-            "loss": loss,
+            "loss": total,
             "loss_by_depth": means["loss"],
             "acc": means["acc"],
             "alpha": means["alpha"],
@@ -193,7 +198,7 @@ class Trainer:
             "data_wait_share": interval.data_wait / seconds,
         }
         self.tracker.log(self.state.step, figures)
-        bar.set_postfix(loss=f"{loss:.3f}", acc=f"{means['acc'][0]:.3f}", tok_s=f"{figures['tokens_per_second']:.0f}")
+        bar.set_postfix(loss=f"{total:.3f}", acc=f"{means['acc'][0]:.3f}", tok_s=f"{figures['tokens_per_second']:.0f}")
         return self._interval()
 
     def _validate(self, bar: tqdm | None) -> dict:

@@ -1,4 +1,4 @@
-"""The teacher, the reference loss and what is counted with it: hits and alpha. Everything in float32.
+"""The teacher, and the loss of the draft head against it: hits, alpha and cross-entropy. All in float32.
 
 Source: EAGLE-3, arXiv 2503.01840, section 3; alpha is the acceptance probability of speculative
 sampling, arXiv 2211.17192, theorem 3.5.
@@ -7,6 +7,7 @@ sampling, arXiv 2211.17192, theorem 3.5.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,66 +17,107 @@ ROWS_PER_CHUNK = 2048  # of the full vocabulary at a time: 2048 x 163,840 float3
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's next-token distributions of one pack, computed once for all depths.
+    """The target's next-token distributions in the R active rows of a pack, computed once for all depths.
 
-    logits          [T, V]  float32, of the draft vocabulary's tokens only
-    log_normalizer  [T]     float32, log-sum-exp over the whole vocabulary
-    top1            [T]     int64, the target's own id of its most likely token
+    logits            [R, V]  of the draft vocabulary's tokens only
+    log_normalizer    [R]     float32, log-sum-exp over the whole vocabulary
+    draft_normalizer  [R]     float32, log-sum-exp over the draft vocabulary: renormalizes the teacher
+    top1              [R]     int64, the target's own id of its most likely token
     """
 
     logits: Tensor
     log_normalizer: Tensor
+    draft_normalizer: Tensor
     top1: Tensor
 
     @classmethod
     @torch.no_grad()
     def of(cls, last: Tensor, head: Tensor, *, target_ids: Tensor) -> Teacher:
-        """last [T, H] after the target's final norm, head [vocab, H], target_ids [V] of the draft tokens."""
-        logits, log_normalizer, top1 = [], [], []
+        """last [R, H] after the target's final norm, head [vocab, H], target_ids [V] of the draft tokens."""
+        columns = []
         for rows in last.split(ROWS_PER_CHUNK):
             full = _wide(rows.to(head.dtype) @ head.T)  # [rows, vocab]
-            logits.append(full[:, target_ids])
-            log_normalizer.append(full.logsumexp(-1))
-            top1.append(full.argmax(-1))
-        return cls(torch.cat(logits), torch.cat(log_normalizer), torch.cat(top1))
-
-    def seen_from(self, rows: Tensor, *, ahead: int) -> Teacher:
-        """The teacher that each of `rows` [R] finds that many rows ahead. Beyond the end it wraps: nothing counts there."""
-        index = (rows + ahead) % self.top1.shape[0]
-        return Teacher(self.logits[index], self.log_normalizer[index], self.top1[index])
+            draft = full[:, target_ids]
+            columns.append((draft, full.logsumexp(-1), draft.logsumexp(-1), full.argmax(-1)))
+        return cls(*(torch.cat(column) for column in zip(*columns, strict=True)))
 
 
-def draft_loss(logits: Tensor, target_logits: Tensor, *, counted: Tensor) -> Tensor:
-    """Cross-entropy of the drafter against the target's own distribution, at one depth.
+@dataclass(frozen=True)
+class HeadLoss:
+    """What the draft head gives for M rows. Only `loss` has a gradient.
 
-    logits         [T, V]  drafter's, over the draft vocabulary
-    target_logits  [T, V]  target's, over the same tokens; their softmax is the teacher, renormalized
-    counted        [T]     bool, see "Alignment" in docs/design.md
-
-    Returns the sum over counted rows, in nats: the step divides once, by the number of counted rows of all
-    ranks and micro-batches, so that short rows do not weigh more. Raises ValueError if the shapes disagree.
-    Source: EAGLE-3, arXiv 2503.01840.
+    loss     scalar, sum over rows of weight * cross-entropy
+    entropy  [M]  float32, cross-entropy of each row in nats, whatever its weight
+    top1     [M]  int64, the drafter's most likely token, in the draft vocabulary
+    alpha    [M]  float32, sum over tokens of min(P, Q): the probability that sampling accepts the draft
     """
-    if logits.shape != target_logits.shape or counted.shape != logits.shape[:1]:
+
+    loss: Tensor
+    entropy: Tensor
+    top1: Tensor
+    alpha: Tensor
+
+
+def head_loss(hidden: Tensor, head: Tensor, teacher: Teacher, seen: Tensor, weight: Tensor) -> HeadLoss:
+    """Cross-entropy of the drafter against the target's own distribution, renormalized over the draft vocabulary.
+
+    hidden  [M, H]  the drafter's normed outputs, of any depths
+    head    [V, H]  the draft head
+    seen    [M]     int64, the teacher's row that each of them is compared with
+    weight  [M]     float32, 0 for rows that nothing counts: their logits may be anything, and give no gradient
+
+    Raises ValueError if the shapes disagree. Fused twin: train/kernels/linear_loss.py.
+    Source: EAGLE-3, arXiv 2503.01840. P in alpha is the target's full distribution: what it gives to tokens
+    that the drafter cannot say is lost.
+    """
+    check_shapes(hidden, head, teacher, seen, weight)
+    counted = weight > 0
+    logits = _wide(hidden @ head.T)  # [M, V]
+    target_logits = _wide(teacher.logits[seen])
+    log_q = logits.log_softmax(-1)
+    p = (target_logits - teacher.draft_normalizer[seen, None]).exp()
+    entropy = -(p * log_q).sum(-1)
+    loss = (weight[counted] * entropy[counted]).sum()
+    with torch.no_grad():
+        full_p = (target_logits - teacher.log_normalizer[seen, None]).exp()
+        alpha = torch.minimum(full_p, log_q.exp()).sum(-1)
+    return HeadLoss(loss, entropy.detach(), logits.detach().argmax(-1), alpha)
+
+
+def check_shapes(hidden: Tensor, head: Tensor, teacher: Teacher, seen: Tensor, weight: Tensor) -> None:
+    rows, vocab = hidden.shape[0], teacher.logits.shape[1]
+    if head.shape != (vocab, hidden.shape[1]) or seen.shape != (rows,) or weight.shape != (rows,):
         raise ValueError(
-            f"logits {list(logits.shape)}, target_logits {list(target_logits.shape)}, counted {list(counted.shape)}: "
-            "expected [T, V], [T, V], [T]"
+            f"hidden {list(hidden.shape)}, head {list(head.shape)}, teacher {list(teacher.logits.shape)}, "
+            f"seen {list(seen.shape)}, weight {list(weight.shape)}: expected [M, H], [V, H], [R, V], [M], [M]"
         )
-    # A row that nothing counts may hold anything, even infinities: it is left out, not multiplied by 0.
-    logits, target_logits = logits[counted], target_logits[counted]
-    log_q = _wide(logits).log_softmax(-1)
-    return -(_wide(target_logits).softmax(-1) * log_q).sum()
 
 
-@torch.no_grad()
-def acceptance(logits: Tensor, teacher: Teacher) -> Tensor:
-    """alpha [T]: sum over tokens of min(P, Q), the probability that sampling accepts the draft.
+class MakeTeacher(Protocol):
+    def __call__(self, last: Tensor, head: Tensor, *, target_ids: Tensor) -> Teacher: ...
 
-    P is the target's full distribution: what it gives to tokens that the drafter cannot say is lost.
-    """
-    p = (_wide(teacher.logits) - teacher.log_normalizer[:, None]).exp()
-    q = _wide(logits).softmax(-1)
-    return torch.minimum(p, q).sum(-1)
+
+class LossOfHead(Protocol):
+    def __call__(self, hidden: Tensor, head: Tensor, teacher: Teacher, seen: Tensor, weight: Tensor) -> HeadLoss: ...
+
+
+class HeadFunctions(NamedTuple):
+    """A teacher and the loss that reads it: they agree on the dtype of its logits."""
+
+    teacher: MakeTeacher
+    loss: LossOfHead
+
+
+PLAIN = HeadFunctions(Teacher.of, head_loss)
+
+
+def choose(name: str) -> HeadFunctions:
+    """The head that goes with `attention=name`."""
+    if name == "fused":
+        from train.kernels.linear_loss import fused_head_loss, fused_teacher  # needs Triton
+
+        return HeadFunctions(fused_teacher, fused_head_loss)
+    return PLAIN
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -32,21 +32,10 @@ class DepthSums:
     def zeros(cls, depths: int, *, device: torch.device | str) -> DepthSums:
         return cls(torch.zeros(len(FIELDS), depths, dtype=torch.float64, device=device))
 
-    def add(
-        self, depth: int, *, counted: Tensor, loss: Tensor, hits: Tensor, right_so_far: Tensor, alpha: Tensor
-    ) -> None:
-        """counted, hits, right_so_far [T] bool; loss scalar, already summed; alpha [T]."""
-        reached = counted & right_so_far
-        alpha = torch.where(counted, alpha, 0.0)
-        self.values[:, depth] += torch.stack(
-            [
-                counted.sum().double(),
-                loss.detach().double(),
-                reached.sum().double(),
-                (reached & hits).sum().double(),
-                alpha.sum().double(),
-            ]
-        )
+    @classmethod
+    def of(cls, *, counted: Tensor, entropy: Tensor, hits: Tensor, alpha: Tensor) -> DepthSums:
+        """counted, hits [K, R] bool; entropy in nats, alpha [K, R]. Rows that nothing counts may hold anything."""
+        return cls(per_row(counted=counted, entropy=entropy, hits=hits, alpha=alpha).sum(-1))
 
     def __add__(self, other: DepthSums) -> DepthSums:
         return DepthSums(self.values + other.values)
@@ -57,6 +46,14 @@ class DepthSums:
         with np.errstate(invalid="ignore", divide="ignore"):
             means = {"loss": loss / counted, "acc": hits / reached, "alpha": alpha / counted}
         return {name: [float(x) for x in column] for name, column in means.items()}
+
+
+def per_row(*, counted: Tensor, entropy: Tensor, hits: Tensor, alpha: Tensor) -> Tensor:
+    """Each row's share of the sums: [5, K, R] float64."""
+    right_so_far = hits.cumprod(0).bool()
+    reached = counted & torch.cat([torch.ones_like(hits[:1]), right_so_far[:-1]])
+    entropy, alpha = (torch.where(counted, column, 0.0) for column in (entropy, alpha))
+    return torch.stack([column.double() for column in (counted, entropy, reached, reached & hits, alpha)])
 
 
 @dataclass(frozen=True)

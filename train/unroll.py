@@ -9,32 +9,16 @@ The alignment, row p at depth k (docs/design.md, enumerated by tests/test_train_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from data.batch import Batch
 from train.attention import Documents, TTTAttention
-from train.loss import Teacher, acceptance, draft_loss
+from train.loss import HeadFunctions, MakeTeacher, Teacher
 from train.metrics import DepthSums
 from train.model import Drafter
 from train.target import Target
-
-
-@dataclass(frozen=True)
-class DepthOutput:
-    """What the drafter says at one depth, in the rows that are active.
-
-    logits   [R, V]  over the draft vocabulary
-    tokens   [R]     int64, the target's id of its most likely draft
-    """
-
-    depth: int
-    logits: Tensor
-    tokens: Tensor
 
 
 def counted_rows(batch: Batch, *, depths: int) -> Tensor:
@@ -51,8 +35,8 @@ def counted_rows(batch: Batch, *, depths: int) -> Tensor:
 
 def unroll(
     drafter: Drafter, target: Target, batch: Batch, documents: Documents, *, depths: int, attention: TTTAttention
-) -> Iterator[DepthOutput]:
-    """Yield the drafter's output of depth 0, 1, .. depths-1, all active rows of the pack at once."""
+) -> Tensor:
+    """The drafter's normed outputs at depths 0 .. depths-1, all active rows of the pack at once: [K, R, H]."""
     keys: list[Tensor] = []
     values: list[Tensor] = []
 
@@ -62,6 +46,7 @@ def unroll(
         return attention(query, keys, values, documents)
 
     dtype = _compute_dtype(drafter)
+    outputs = []
     feature = drafter.project(batch.aux.to(dtype))
     for depth in range(depths):
         tokens = batch.tokens.roll(-1 - depth, 0)  # wraps at the end of the pack, where no row counts
@@ -75,23 +60,41 @@ def unroll(
             attention=remember_and_attend,
             active=documents.active if depth == 0 else None,
         )
-        logits = drafter.lm_head(normed)
-        yield DepthOutput(depth, logits, drafter.target_ids[logits.detach().argmax(-1)])
+        outputs.append(normed)
+    return torch.stack(outputs)
 
 
-def _compute_dtype(drafter: Drafter) -> torch.dtype:
-    """What matrix products run in: autocast's dtype where it is on, the weights' own elsewhere."""
-    device = drafter.fc.weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else drafter.fc.weight.dtype
+def teacher_of(
+    target: Target, batch: Batch, documents: Documents, *, target_ids: Tensor, depths: int, make: MakeTeacher
+) -> tuple[Teacher, Tensor]:
+    """The teacher of the active rows, and which of its rows each depth looks at: Teacher, [K, R] int64.
+
+    The active rows of a document run to its end, so that row p + 1 + k stands 1 + k places further on.
+    Beyond a document's end another teacher stands: nothing counts there.
+    """
+    teacher = make(batch.last[documents.active], target.head, target_ids=target_ids)
+    place = torch.arange(documents.active.shape[0], device=documents.active.device)
+    ahead = 1 + torch.arange(depths, device=place.device)
+    return teacher, (place + ahead[:, None]).clamp(max=place.shape[0] - 1)
 
 
 class TrainingTimeTest(nn.Module):
     """The whole forward pass of a step as one module, so that DDP and DeepSpeed see one call."""
 
-    def __init__(self, drafter: Drafter, target: Target, *, depths: int, gamma: float, attention: TTTAttention):
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: Target,
+        *,
+        depths: int,
+        gamma: float,
+        attention: TTTAttention,
+        head: HeadFunctions,
+    ):
         super().__init__()
         self.drafter = drafter
-        self.depths, self.gamma, self.attention = depths, gamma, attention
+        self.depths, self.attention, self.head = depths, attention, head
+        self.gammas = [gamma**depth for depth in range(depths)]
         self.frozen_target = [target]  # in a list: its tensors are no parameters and no buffers of this module
 
     def forward(
@@ -105,27 +108,26 @@ class TrainingTimeTest(nn.Module):
         The loss is this micro-batch's summand of sum_k gamma^k * (sum of cross-entropy at depth k) / counts[k]:
         adding it up over ranks and micro-batches gives the loss of the step.
         """
-        target = self.frozen_target[0]
-        teacher = Teacher.of(batch.last, target.head, target_ids=self.drafter.target_ids)
-        active = documents.active
-        sums = DepthSums.zeros(self.depths, device=batch.tokens.device)
-        loss = torch.zeros((), device=batch.tokens.device)
-        right_so_far = torch.ones_like(active, dtype=torch.bool)
-        for output in unroll(
-            self.drafter, target, batch, documents, depths=self.depths, attention=self.attention
-        ):
-            k, rows = output.depth, counted[output.depth, active]
-            ahead = teacher.seen_from(active, ahead=1 + k)
-            summed = draft_loss(output.logits, ahead.logits, counted=rows)
-            loss = loss + self.gamma**k * summed / counts[k].clamp(min=1)
-            hits = output.tokens == ahead.top1
-            sums.add(
-                k,
-                counted=rows,
-                loss=summed,
-                hits=hits,
-                right_so_far=right_so_far,
-                alpha=acceptance(output.logits.detach(), ahead),
-            )
-            right_so_far = right_so_far & hits
-        return loss, sums
+        target, drafter = self.frozen_target[0], self.drafter
+        normed = unroll(drafter, target, batch, documents, depths=self.depths, attention=self.attention)
+        teacher, seen = teacher_of(
+            target, batch, documents, target_ids=drafter.target_ids, depths=self.depths, make=self.head.teacher
+        )
+        rows = counted[:, documents.active]  # [K, R]
+        gammas = torch.tensor(self.gammas, device=counts.device)
+        weight = rows * (gammas / counts.clamp(min=1).float())[:, None]
+        found = self.head.loss(normed.flatten(0, 1), drafter.lm_head.weight, teacher, seen.flatten(), weight.flatten())
+        hits = drafter.target_ids[found.top1] == teacher.top1[seen.flatten()]
+        sums = DepthSums.of(
+            counted=rows,
+            entropy=found.entropy.view_as(rows),
+            hits=hits.view_as(rows),
+            alpha=found.alpha.view_as(rows),
+        )
+        return found.loss, sums
+
+
+def _compute_dtype(drafter: Drafter) -> torch.dtype:
+    """What matrix products run in: autocast's dtype where it is on, the weights' own elsewhere."""
+    device = drafter.fc.weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else drafter.fc.weight.dtype
