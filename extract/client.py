@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +60,11 @@ class Client:
         top_p: float = 1.0,
         seed: int | None = None,
         ignore_eos: bool = False,
+        uncached: bool = False,
     ) -> Answer:
         """One answer to one prompt of token ids. max_new_tokens 0 is a prefill only.
+
+        uncached: computes every token of the prompt, also those that the server has seen before.
 
         Raises ServerGone, RequestFailed, RequestRefused.
         """
@@ -70,6 +74,8 @@ class Client:
         if seed is not None:
             sampling["sampling_seed"] = seed
         content = {"input_ids": input_ids, "rid": rid, "sampling_params": sampling}
+        if uncached:
+            content["extra_key"] = uuid.uuid4().hex  # a part of the radix cache that nothing is in
         try:
             async with self._session.post(f"{self.url}/generate", json=content) as answer:
                 if answer.status == 400:

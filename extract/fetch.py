@@ -35,7 +35,7 @@ async def fetch(
     Raises RequestFailed if rows are missing or are not of these tokens, ServerGone, RequestRefused.
     """
     try:
-        answer = await client.generate(tokens.tolist(), rid=rid, max_new_tokens=max_new_tokens)
+        answer = await client.generate(tokens.tolist(), rid=rid, max_new_tokens=max_new_tokens, uncached=True)
         await _rows_are_here(folder, rid, num_tokens=len(tokens), num_ranks=num_ranks)
         parts = spool.read_parts(folder, rid)
     finally:

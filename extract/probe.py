@@ -121,7 +121,9 @@ async def _feeds(server: Server, sequences: list[Tensor]) -> list[DrafterFeed]:
         async with Client(server.url, timeout_seconds=server.config.answer_timeout_seconds) as client:
             for i, tokens in enumerate(sequences):
                 rid = rid_of(f"feed-{i}")
-                await client.generate(tokens.tolist(), rid=rid, max_new_tokens=DRAFT_TOKENS, ignore_eos=True)
+                await client.generate(
+                    tokens.tolist(), rid=rid, max_new_tokens=DRAFT_TOKENS, ignore_eos=True, uncached=True
+                )
                 feeds.append(read_drafter_feed(server.capturing.spool, rid))
                 shutil.rmtree(server.capturing.spool / rid)
     except (ServerGone, RequestFailed, RequestRefused, ValueError) as error:

@@ -79,8 +79,9 @@ def check_states(
     cure   what to do if the boundaries are not what they are called; {found} stands for what they really are
     """
     report = Report(num_tokens=sum(len(sequence.tokens) for sequence in captured))
-    for sequence in captured:
-        _check_shapes(sequence, num_boundaries=len(boundaries), where=where, report=report)
+    for i, sequence in enumerate(captured):
+        num_tokens = len(reference[i].last) if reference else len(sequence.tokens)
+        _check_shapes(sequence, num_tokens, num_boundaries=len(boundaries), where=where, report=report)
     if report.problems:
         return report
     columns = [(f"boundary {boundary}", boundary, i) for i, boundary in enumerate(boundaries)]
@@ -109,8 +110,9 @@ def check_states(
     return report
 
 
-def _check_shapes(sequence: Captured, *, num_boundaries: int, where: str, report: Report) -> None:
-    num_tokens = len(sequence.tokens)
+def _check_shapes(
+    sequence: Captured, num_tokens: int, *, num_boundaries: int, where: str, report: Report
+) -> None:
     states = [sequence.aux] if sequence.last is None else [sequence.aux, sequence.last]
     if {len(tensor) for tensor in states} != {num_tokens} or sequence.aux.shape[1] != num_boundaries:
         report.problems.append(
