@@ -40,10 +40,13 @@ class Spy(torch.nn.Module):
         self.lm_head = lambda normed: torch.zeros(normed.shape[0], DRAFT_VOCAB)
         self.seen = []
 
-    def project(self, aux):
+    def matrices(self, dtype):
+        return None
+
+    def project(self, aux, matrices):
         return aux[:, :1]
 
-    def forward(self, embedding, feature, *, positions, attention, active):
+    def forward(self, embedding, feature, *, positions, attention, matrices, active):
         self.seen.append((embedding[:, 0].tolist(), feature[:, 0].tolist(), positions.tolist()))
         feature = feature if active is None else feature[active]
         return feature, feature + 1000
@@ -55,7 +58,7 @@ def test_every_row_and_depth_reads_what_the_table_says():
     embedding = torch.arange(64, dtype=torch.float64)[:, None].expand(64, HIDDEN)
     target = Target(embedding=embedding, final_norm=torch.ones(HIDDEN), head=embedding, config={})
     spy = Spy()
-    unroll(spy, target, batch, documents_of(batch), depths=3, attention=dense)
+    unroll(spy, target, batch, documents_of(batch), depths=3, attention=dense, dtype=torch.float64)
     aux = batch.aux[:, 0].tolist()
     # the rows that ask, and go on to depth 1: from each document's first counted row to its end
     assert documents_of(batch).active.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
@@ -138,7 +141,7 @@ def test_packed_equals_unpacked(flags):
     results = []
     for packs in ([packed], [pack_of([document]) for document in documents]):
         target = small_target()
-        model = TrainingTimeTest(small_drafter(target, **flags), target, depths=4, gamma=0.8, attention=dense, head=PLAIN)
+        model = TrainingTimeTest(small_drafter(target, **flags), target, depths=4, gamma=0.8, attention=dense, head=PLAIN, dtype=torch.float64)
         loss = sum(loss_of(model, batch, counts)[0] for batch in packs)
         loss.backward()
         results.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
@@ -153,7 +156,7 @@ def test_metrics_count_a_chain_only_as_far_as_it_is_right():
     """acc_1 has in its denominator the rows that depth 0 got right, not all of them."""
     target = small_target()
     batch = pack_of([(list(range(20)), [1] * 20)])
-    model = TrainingTimeTest(small_drafter(target), target, depths=3, gamma=0.8, attention=dense, head=PLAIN)
+    model = TrainingTimeTest(small_drafter(target), target, depths=3, gamma=0.8, attention=dense, head=PLAIN, dtype=torch.float64)
     _, sums = loss_of(model, batch, [18.0, 17.0, 16.0])
     counted, _, reached, hits, _ = sums.values.tolist()
     assert counted == [18, 17, 16]
@@ -166,7 +169,7 @@ def test_padding_changes_nothing():
     target, documents = small_target(), [CONVERSATION, SECOND]
     padded = pack_of([*documents, ([0] * 6, [0] * 6)])
     counts = torch.tensor([5.0, 3.0])
-    model = TrainingTimeTest(small_drafter(target), target, depths=2, gamma=0.8, attention=dense, head=PLAIN)
+    model = TrainingTimeTest(small_drafter(target), target, depths=2, gamma=0.8, attention=dense, head=PLAIN, dtype=torch.float64)
     losses = [loss_of(model, batch, counts)[0].item() for batch in (pack_of(documents), padded)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
@@ -175,7 +178,7 @@ def test_a_pack_that_nothing_counts_still_has_gradients_of_zero():
     """A rank with an empty pack must take part in the reduction, not hang it."""
     target = small_target()
     drafter = small_drafter(target)
-    model = TrainingTimeTest(drafter, target, depths=2, gamma=0.8, attention=dense, head=PLAIN)
+    model = TrainingTimeTest(drafter, target, depths=2, gamma=0.8, attention=dense, head=PLAIN, dtype=torch.float64)
     loss, _ = loss_of(model, pack_of([([1, 2, 3], [0, 0, 0])]), [5.0, 5.0])
     loss.backward()
     assert loss.item() == 0
@@ -196,7 +199,7 @@ def test_rows_that_ask_without_counting_change_nothing():
     batch, target = pack_of([CONVERSATION, SECOND]), small_target()
     results = []
     for bucket in (1, 64):
-        model = TrainingTimeTest(small_drafter(target), target, depths=3, gamma=0.8, attention=dense, head=PLAIN)
+        model = TrainingTimeTest(small_drafter(target), target, depths=3, gamma=0.8, attention=dense, head=PLAIN, dtype=torch.float64)
         counted = counted_rows(batch, depths=3)
         documents = documents_of(batch, bucket=bucket)
         loss, _ = model(batch, documents, counted, counted.sum(1))

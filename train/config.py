@@ -120,6 +120,7 @@ class TrainConfig:
     seed: int
     precision: str  # bf16 | fp32: what matrix products run in; masters, softmax and loss are float32 always
     attention: str  # dense | fused
+    compile: bool  # torch.compile around attention and the head
     log_every_steps: int
     checkpoint_every_steps: int | None  # null: at the end of every epoch only
     keep_checkpoints: int

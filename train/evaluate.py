@@ -67,11 +67,12 @@ def score_batch(
     documents = Documents.of(batch, counted=counted[0])
     batch, counted, documents = batch.to(device), counted.to(device), documents.to(device)
     active, ids = documents.active, drafter.target_ids
-    normed = unroll(drafter, target, batch, documents, depths=depths, attention=attend)  # [K, R, H]
+    dtype = target.head.dtype
+    normed = unroll(drafter, target, batch, documents, depths=depths, attention=attend, dtype=dtype)  # [K, R, H]
     teacher, seen = teacher_of(target, batch, documents, target_ids=ids, depths=depths, make=PLAIN.teacher)
     rows = counted[:, active].float()
     found = [
-        PLAIN.loss(normed[k], drafter.lm_head.weight.to(normed.dtype), teacher, seen[k], rows[k]) for k in range(depths)
+        PLAIN.loss(normed[k], drafter.lm_head.weight, teacher, seen[k], rows[k]) for k in range(depths)
     ]
     entropy, top1, alpha = (torch.stack([getattr(f, n) for f in found]) for n in ("entropy", "top1", "alpha"))
     hits = ids[top1] == teacher.top1[seen]

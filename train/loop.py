@@ -65,6 +65,8 @@ class Trainer:
         self.average = optim.averaged(self.drafter, config.optim)
         self.optimizers = optim.build(self.drafter, config.optim)
         self.state = self._resume(state)
+        if config.compile:
+            self.drafter.compile()
         step_module = TrainingTimeTest(
             self.drafter,
             target,
@@ -72,6 +74,7 @@ class Trainer:
             gamma=config.loss.gamma,
             attention=self.attend,
             head=loss.choose(config.attention),
+            dtype=target.head.dtype,
         )
         self.model = accelerator.prepare(step_module)
         self.total_steps = config.epochs * len(self._plan(0))
@@ -203,17 +206,16 @@ class Trainer:
 
     def _validate(self, bar: tqdm | None) -> dict:
         """Score the validation shards with the weights that would be served; every rank returns the same figures."""
-        with self.accelerator.autocast():
-            mine = score_reader(
-                self.served,
-                self.target,
-                self.validation_reader,
-                depths=self.depths,
-                attend=self.attend,
-                tokens_per_pack=self.config.batch.tokens_per_pack,
-                rank=self.accelerator.process_index,
-                num_ranks=self.accelerator.num_processes,
-            )
+        mine = score_reader(
+            self.served,
+            self.target,
+            self.validation_reader,
+            depths=self.depths,
+            attend=self.attend,
+            tokens_per_pack=self.config.batch.tokens_per_pack,
+            rank=self.accelerator.process_index,
+            num_ranks=self.accelerator.num_processes,
+        )
         figures = summarize(gather_object(mine), depths=self.depths)
         if figures["tau"] > self.state.best_tau:
             self.state.best_tau, self.state.best_step = figures["tau"], self.state.step

@@ -72,7 +72,7 @@ def head_loss(hidden: Tensor, head: Tensor, teacher: Teacher, seen: Tensor, weig
     """
     check_shapes(hidden, head, teacher, seen, weight)
     counted = weight > 0
-    logits = _wide(hidden @ head.T)  # [M, V]
+    logits = _wide(hidden @ head.to(hidden.dtype).T)  # [M, V]
     target_logits = _wide(teacher.logits[seen])
     log_q = logits.log_softmax(-1)
     p = (target_logits - teacher.draft_normalizer[seen, None]).exp()

@@ -36,7 +36,7 @@ def main(config: TrainConfig) -> dict:
         return {**done, "line": f"nothing to do, {out} is trained: {done['line']}"}
 
     accelerator = Accelerator(
-        mixed_precision="bf16" if config.precision == "bf16" else "no",
+        mixed_precision="no",  # the drafter casts its matrices itself, once a step
         log_with=None if config.tracker.name == "none" else config.tracker.name,
         project_dir=config.out,
         # the only buffers are the vocabulary map, which never changes

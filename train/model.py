@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -141,24 +142,15 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
+    """Holds the parameters; Drafter.forward multiplies with their copies of lower precision."""
+
     def __init__(self, shape: DrafterShape):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-        self.q_proj = nn.Linear(2 * shape.hidden_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * shape.hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * shape.hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
-
-    def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, active: Tensor | None
-    ) -> Tensor:
-        """x [T, 2H] -> [R, H]: every row gives a key and a value, the active ones ask."""
-        key = rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)), *rotary)  # [T, kv_heads, D]
-        value = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        if active is not None:
-            x, rotary = x[active], (rotary[0][active], rotary[1][active])
-        query = rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), *rotary)  # [R, heads, D]
-        return self.o_proj(attention(query, key, value).flatten(-2))
+        width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(2 * shape.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(2 * shape.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(2 * shape.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
 
 
 class MLP(nn.Module):
@@ -167,9 +159,6 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -181,18 +170,19 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(
-        self,
-        embedding: Tensor,
-        feature: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        attention: Attention,
-        active: Tensor | None,
-    ) -> Tensor:
-        x = torch.cat([self.input_layernorm(embedding), self.hidden_norm(feature)], dim=-1)  # [T, 2H]
-        residual = feature if active is None else feature[active]
-        residual = residual + self.self_attn(x, rotary, attention, active)
-        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+class Matrices(NamedTuple):
+    """The layer's matrices in the dtype that products run in, made once a step for all depths.
+
+    Their gradients are summed over the depths before they reach the masters.
+    """
+
+    fc: Tensor  # [H, A*H]
+    query: Tensor  # [heads*D, 2H]
+    key_value: Tensor  # [2*kv_heads*D, 2H]
+    out: Tensor  # [H, heads*D]
+    gate_up: Tensor  # [2*I, H]
+    down: Tensor  # [H, I]
 
 
 class Drafter(nn.Module):
@@ -230,14 +220,53 @@ class Drafter(nn.Module):
         """[V] int64, the target's id of every draft token."""
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
 
-    def project(self, aux: Tensor) -> Tensor:
+    def matrices(self, dtype: torch.dtype) -> Matrices:
+        """Differentiable copies of the masters in `dtype`; the masters themselves where it is theirs already."""
+        attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
+        return Matrices(
+            fc=self.fc.weight.to(dtype),
+            query=attention.q_proj.weight.to(dtype),
+            key_value=torch.cat([attention.k_proj.weight.to(dtype), attention.v_proj.weight.to(dtype)]),
+            out=attention.o_proj.weight.to(dtype),
+            gate_up=torch.cat([mlp.gate_proj.weight.to(dtype), mlp.up_proj.weight.to(dtype)]),
+            down=mlp.down_proj.weight.to(dtype),
+        )
+
+    def compile(self) -> None:
+        """Let torch.compile fuse what lies between the matrix products and around attention."""
+        for part in ("project", "before_attention", "after_attention"):
+            setattr(self, part, torch.compile(getattr(self, part)))
+
+    def project(self, aux: Tensor, matrices: Matrices) -> Tensor:
         """The target's boundaries aux [T, A*H] -> the drafter's first feature [T, H]."""
         if self.shape.norm_before_fc:
             aux = self.input_norm(aux)
         if self.shape.fc_norm:
             chunks = aux.chunk(self.shape.num_boundaries, dim=-1)
             aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.fc(aux)
+        return linear(aux, matrices.fc)
+
+    def before_attention(
+        self, embedding: Tensor, feature: Tensor, positions: Tensor, active: Tensor | None, matrices: Matrices
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Every row gives a key and a value [T, kv_heads, D]; the active ones a query [R, heads, D] and a residual [R, H]."""
+        layer, shape = self.midlayer, self.shape
+        x = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(feature)], dim=-1)  # [T, 2H]
+        rotary = self.rotary(positions)
+        key, value = linear(x, matrices.key_value).unflatten(-1, (2, shape.num_key_value_heads, -1)).unbind(1)
+        key = rotate(key, *rotary)
+        if active is not None:
+            x, feature, rotary = x[active], feature[active], (rotary[0][active], rotary[1][active])
+        query = linear(x, matrices.query).unflatten(-1, (shape.num_attention_heads, -1))
+        return rotate(query, *rotary), key, value.contiguous(), feature
+
+    def after_attention(self, attended: Tensor, residual: Tensor, matrices: Matrices) -> tuple[Tensor, Tensor]:
+        """attended [R, heads, D], residual [R, H] -> normed output and next feature [R, H]."""
+        residual = residual + linear(attended.flatten(-2), matrices.out)
+        gate, up = linear(self.midlayer.post_attention_layernorm(residual), matrices.gate_up).chunk(2, dim=-1)
+        output = residual + linear(silu(gate) * up, matrices.down)
+        normed = self.norm(output)
+        return normed, normed if self.shape.norm_output else output
 
     def forward(
         self,
@@ -246,6 +275,7 @@ class Drafter(nn.Module):
         *,
         positions: Tensor,
         attention: Attention,
+        matrices: Matrices,
         active: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One pass of the layer.
@@ -256,9 +286,8 @@ class Drafter(nn.Module):
 
         Returns the normed output [R, H], which `lm_head` reads, and the feature [R, H] of the next depth.
         """
-        output = self.midlayer(embedding, feature, self.rotary(positions), attention, active)
-        normed = self.norm(output)
-        return normed, normed if self.shape.norm_output else output
+        query, key, value, residual = self.before_attention(embedding, feature, positions, active, matrices)
+        return self.after_attention(attention(query, key, value), residual, matrices)
 
     @torch.no_grad()
     def initialize(self, target: Target, *, std: float, head_from_target: bool, seed: int) -> None:

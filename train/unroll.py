@@ -34,9 +34,19 @@ def counted_rows(batch: Batch, *, depths: int) -> Tensor:
 
 
 def unroll(
-    drafter: Drafter, target: Target, batch: Batch, documents: Documents, *, depths: int, attention: TTTAttention
+    drafter: Drafter,
+    target: Target,
+    batch: Batch,
+    documents: Documents,
+    *,
+    depths: int,
+    attention: TTTAttention,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The drafter's normed outputs at depths 0 .. depths-1, all active rows of the pack at once: [K, R, H]."""
+    """The drafter's normed outputs at depths 0 .. depths-1, all active rows of the pack at once: [K, R, H] in `dtype`.
+
+    dtype  of matrix products and of what flows between them; the parameters stay what they are
+    """
     keys: list[Tensor] = []
     values: list[Tensor] = []
 
@@ -45,9 +55,9 @@ def unroll(
         values.append(value)
         return attention(query, keys, values, documents)
 
-    dtype = _compute_dtype(drafter)
+    matrices = drafter.matrices(dtype)
     outputs = []
-    feature = drafter.project(batch.aux.to(dtype))
+    feature = drafter.project(batch.aux.to(dtype), matrices)
     for depth in range(depths):
         tokens = batch.tokens.roll(-1 - depth, 0)  # wraps at the end of the pack, where no row counts
         positions = batch.positions + depth
@@ -58,6 +68,7 @@ def unroll(
             feature,
             positions=positions,
             attention=remember_and_attend,
+            matrices=matrices,
             active=documents.active if depth == 0 else None,
         )
         outputs.append(normed)
@@ -90,10 +101,11 @@ class TrainingTimeTest(nn.Module):
         gamma: float,
         attention: TTTAttention,
         head: HeadFunctions,
+        dtype: torch.dtype,
     ):
         super().__init__()
         self.drafter = drafter
-        self.depths, self.attention, self.head = depths, attention, head
+        self.depths, self.attention, self.head, self.dtype = depths, attention, head, dtype
         self.gammas = [gamma**depth for depth in range(depths)]
         self.frozen_target = [target]  # in a list: its tensors are no parameters and no buffers of this module
 
@@ -109,7 +121,9 @@ class TrainingTimeTest(nn.Module):
         adding it up over ranks and micro-batches gives the loss of the step.
         """
         target, drafter = self.frozen_target[0], self.drafter
-        normed = unroll(drafter, target, batch, documents, depths=self.depths, attention=self.attention)
+        normed = unroll(
+            drafter, target, batch, documents, depths=self.depths, attention=self.attention, dtype=self.dtype
+        )
         teacher, seen = teacher_of(
             target, batch, documents, target_ids=drafter.target_ids, depths=self.depths, make=self.head.teacher
         )
@@ -126,8 +140,3 @@ class TrainingTimeTest(nn.Module):
         )
         return found.loss, sums
 
-
-def _compute_dtype(drafter: Drafter) -> torch.dtype:
-    """What matrix products run in: autocast's dtype where it is on, the weights' own elsewhere."""
-    device = drafter.fc.weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else drafter.fc.weight.dtype
