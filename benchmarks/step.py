@@ -233,7 +233,7 @@ def run_case(case: Case, *, ceiling: float) -> list[dict]:
 
 
 def run_peer(case: Case, target: Target, packs: list[Batch], *, size: int, backend: str, compact: bool) -> dict:
-    from benchmarks.specforge import step_function
+    from benchmarks.peer import step_function
 
     step, alive = step_function(
         case.shape, depths=DEPTHS, head=target.head, embedding=target.embedding, attention=backend, compact=compact
