@@ -91,6 +91,8 @@ def print_table(summary: dict) -> None:
             f"  {name:{width}}  {row['answers']:7d}  {row['tokens']:6d}  {row['steps']:5d}  {row['tau']:5.3f}  "
             f"{row['server_accept_length']:16.3f}  {histogram}"
         )
+    if (same := summary["answers_as_recorded"]) is not None:
+        print(f"  {same} of {summary['answers']} answers are the recorded ones, on which offline tau is computed")
     if difference := summary["first_difference"]:
         print(
             f"  outputs differ first in {difference['id']}, token {difference['position']}: "

@@ -54,18 +54,29 @@ def _loss(axes: Axes, rows: list[dict]) -> None:
 
 
 def _accuracy(axes: Axes, rows: list[dict]) -> None:
-    """Conditional accuracy, one line a depth, each named at its right end."""
+    """Conditional accuracy, one line a depth: few rows reach the deep ones, so each is a running mean."""
     steps = [row["step"] for row in rows]
     num_depths = len(rows[-1]["acc"]) if rows else 0
+    top = 10.0
     for depth in range(num_depths):
         color = DEPTHS[depth % len(DEPTHS)]
-        values = [100 * row["acc"][depth] for row in rows]
+        values = running_mean([100 * row["acc"][depth] for row in rows], width=max(1, len(rows) // 8))
         axes.plot(steps, values, color=color, linewidth=1.8, label=f"draft {depth + 1}")
+        top = max([top, *(value for value in values if value == value)])
     axes.set(title="Training accuracy, by depth", xlabel="optimizer step",
-             ylabel="drafts right, given the earlier ones (%)", ylim=(0, 100))  # fmt: skip
+             ylabel="drafts right, given the earlier ones (%)", ylim=(0, min(100, 1.25 * top)))  # fmt: skip
     axes.grid(axis="y", color=GRID)
     if num_depths:
-        axes.legend(loc="upper left", ncols=2)
+        axes.legend(loc="upper left", ncols=3)
+
+
+def running_mean(values: list[float], *, width: int) -> list[float]:
+    """Mean of each value and the `width` - 1 before it; nan (nothing counted) is left out, and stays where all are."""
+    means = []
+    for end in range(1, len(values) + 1):
+        seen = [value for value in values[max(0, end - width) : end] if value == value]
+        means.append(sum(seen) / len(seen) if seen else float("nan"))
+    return means
 
 
 def _tau(axes: Axes, offline: dict, live: dict) -> None:

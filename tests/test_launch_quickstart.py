@@ -10,7 +10,7 @@ import torch
 
 from data.config import TargetConfig
 from launch.config import QuickstartConfig, StageOptions
-from launch.figure import draw
+from launch.figure import draw, running_mean
 from launch.quickstart import plan, report
 from tests.records import dataset_of, record_of
 
@@ -109,3 +109,9 @@ def test_the_picture_is_a_png_that_is_not_blank(tmp_path: Path):
     pixels = imread(draw(tmp_path / "a.png", metrics=metrics, offline=tau, live=tau, title="seven drafts"))
     assert pixels.shape[0] > 500 and pixels.shape[1] > 1500
     assert 0.05 < 1 - (pixels[..., :3] > 0.99).all(-1).mean() < 0.5  # ink on white
+
+
+def test_a_running_mean_leaves_out_what_was_not_counted():
+    nan = float("nan")
+    assert running_mean([1.0, nan, 3.0, 5.0], width=2) == [1.0, 1.0, 3.0, 4.0]
+    assert str(running_mean([nan, 2.0], width=3)) == "[nan, 2.0]"
