@@ -61,6 +61,8 @@ class Trainer:
         self.folder = Path(config.out) / "checkpoints"
         self.depths = config.drafter.depths
         self.attend = attention.choose(config.attention)
+        # active rows in eighths of a pack: the shapes that a step can have are few, and repeat
+        self.bucket = max(config.batch.tokens_per_pack // 8, 1) if config.batch.pad_packs else 1
         self.drafter = drafter.to(accelerator.device)
         self.average = optim.averaged(self.drafter, config.optim)
         self.optimizers = optim.build(self.drafter, config.optim)
@@ -156,7 +158,7 @@ class Trainer:
         lr = optim.learning_rate(self.state.step, total_steps=self.total_steps, config=self.config.optim)
         optim.set_learning_rate(self.optimizers, lr)
         for i, (batch, rows) in enumerate(zip(batches, counted, strict=True)):
-            documents = attention.Documents.of(batch, counted=rows[0])
+            documents = attention.Documents.of(batch, counted=rows[0], bucket=self.bucket)
             quiet = i + 1 < len(batches) and ranks > 1
             with self.accelerator.no_sync(self.model) if quiet else nullcontext():
                 summand, sums = self.model(batch.to(device), documents.to(device), rows.to(device), counts)

@@ -232,10 +232,10 @@ class Drafter(nn.Module):
             down=mlp.down_proj.weight.to(dtype),
         )
 
-    def compile(self) -> None:
-        """Let torch.compile fuse what lies between the matrix products and around attention."""
+    def compile(self, *, backend: str | Callable = "inductor") -> None:
+        """Let torch.compile fuse what lies between the matrix products and around attention: no graph breaks."""
         for part in ("project", "before_attention", "after_attention"):
-            setattr(self, part, torch.compile(getattr(self, part)))
+            setattr(self, part, torch.compile(getattr(self, part), backend=backend, fullgraph=True))
 
     def project(self, aux: Tensor, matrices: Matrices) -> Tensor:
         """The target's boundaries aux [T, A*H] -> the drafter's first feature [T, H]."""

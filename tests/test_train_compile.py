@@ -1,0 +1,56 @@
+"""torch.compile around the step: no graph breaks, and no compilation once a few steps have shown the shapes."""
+
+from __future__ import annotations
+
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from tests.packs import pack_of, small_drafter, small_target
+from train.attention import Documents, dense
+from train.loss import PLAIN
+from train.unroll import TrainingTimeTest, counted_rows
+
+DEPTHS = 4
+
+
+def step(model: TrainingTimeTest, *, prompt: int, seed: int, bucket: int = 8) -> float:
+    """One pack of 64 tokens, padding included; `prompt` tokens of each document are not the assistant's."""
+    documents = [(list(range(seed, seed + 20)), [0] * prompt + [1] * (20 - prompt)) for _ in range(3)]
+    batch = pack_of([*documents, ([0] * 4, [0] * 4)], seed=seed)
+    counted = counted_rows(batch, depths=DEPTHS)
+    loss, _ = model(batch, Documents.of(batch, counted=counted[0], bucket=bucket), counted, counted.sum(1))
+    loss.backward()
+    return loss.item()
+
+
+def new_model() -> TrainingTimeTest:
+    target = small_target()
+    drafter = small_drafter(target, fc_norm=True, norm_output=True)
+    return TrainingTimeTest(
+        drafter, target, depths=DEPTHS, gamma=0.8, attention=dense, head=PLAIN, dtype=torch.float64
+    )
+
+
+def test_nothing_is_compiled_after_the_first_steps():
+    """The share of prompts changes from pack to pack, and with it the number of active rows."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model = new_model()
+    model.drafter.compile(backend=counter)
+    for seed, prompt in enumerate((3, 9, 15)):
+        step(model, prompt=prompt, seed=seed)
+    warm = counter.frame_count
+    for seed, prompt in enumerate((1, 5, 7, 12, 17, 18, 2)):
+        step(model, prompt=prompt, seed=seed)
+    assert counter.frame_count == warm
+    torch._dynamo.reset()
+
+
+def test_the_compiled_step_has_the_loss_of_the_plain_one():
+    torch._dynamo.reset()
+    plain, compiled = new_model(), new_model()
+    compiled.drafter.compile(backend="aot_eager")
+    assert abs(step(plain, prompt=5, seed=1) - step(compiled, prompt=5, seed=1)) < 1e-9
+    for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    torch._dynamo.reset()
