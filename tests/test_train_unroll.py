@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.test_train_attention import row_by_row
 from tests.packs import DRAFT_VOCAB, HIDDEN, pack_of, small_drafter, small_target
 from train.attention import Documents, dense
 from train.loss import PLAIN
@@ -46,6 +47,9 @@ class Spy(torch.nn.Module):
     def project(self, aux, matrices):
         return aux[:, :1]
 
+    def read_tokens(self, embedding, matrices):
+        return embedding
+
     def forward(self, embedding, feature, *, positions, attention, matrices, active):
         self.seen.append((embedding[:, 0].tolist(), feature[:, 0].tolist(), positions.tolist()))
         feature = feature if active is None else feature[active]
@@ -81,6 +85,45 @@ def test_every_row_and_depth_reads_what_the_table_says():
                 assert token == expected, (depth, row)
         assert features == pytest.approx([aux[row] + 1000 * depth for row in rows]), "fc(aux_p), then its own output"
         assert positions == [rotary_positions[depth][row] for row in rows]
+
+
+def test_the_layer_is_what_the_server_computes():
+    """sglang/srt/models/llama_eagle3.py written out for one document, two depths, in float64, from the checkpoint's names."""
+    target, batch, depths = small_target(), pack_of([CONVERSATION]), 2
+    drafter = small_drafter(target)
+    for name, parameter in drafter.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    w = {name: p.detach() for name, p in drafter.named_parameters()}
+
+    def norm(x, name):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w[f"{name}.weight"]
+
+    def turn(x, positions):  # rotary, neox style: the halves of a head
+        angles = positions[:, None].double() / 10000 ** (torch.arange(0, 8, 2).double() / 8)
+        cosine, sine = angles.cos()[:, None], angles.sin()[:, None]
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+
+    feature, keys, values, outputs = batch.aux @ w["fc.weight"].T, [], [], []
+    for depth in range(depths):
+        token = target.embedding[batch.tokens.roll(-1 - depth)]
+        x = torch.cat([norm(token, "midlayer.input_layernorm"), norm(feature, "midlayer.hidden_norm")], -1)
+        heads = {n: (x @ w[f"midlayer.self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, 8)) for n in "qkv"}
+        positions = batch.positions + depth
+        query, key = turn(heads["q"], positions), turn(heads["k"], positions)
+        keys.append(key)
+        values.append(heads["v"])
+        attended = row_by_row(query, keys, values, batch, range(8)).flatten(-2)
+        residual = feature + attended @ w["midlayer.self_attn.o_proj.weight"].T
+        y = norm(residual, "midlayer.post_attention_layernorm")
+        gate, up = (y @ w[f"midlayer.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        feature = residual + (torch.nn.functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
+        outputs.append(norm(feature, "norm"))
+    every_row = documents_of(batch, bucket=8)
+    found = unroll(drafter, target, batch, every_row, depths=depths, attention=dense, dtype=torch.float64)
+    # the last rows read tokens that do not exist, and nothing counts them
+    torch.testing.assert_close(found[:, :6], torch.stack(outputs)[:, :6])
 
 
 def test_a_row_counts_when_all_it_predicts_is_the_assistants_and_exists():

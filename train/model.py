@@ -100,9 +100,15 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        return (self._unit(x) * self.weight).to(x.dtype)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Without the weight, for a product whose matrix has it already."""
+        return self._unit(x).to(x.dtype)
+
+    def _unit(self, x: Tensor) -> Tensor:
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight).to(x.dtype)
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
 
 
 class Rotary(nn.Module):
@@ -174,12 +180,14 @@ class Layer(nn.Module):
 class Matrices(NamedTuple):
     """The layer's matrices in the dtype that products run in, made once a step for all depths.
 
-    Their gradients are summed over the depths before they reach the masters.
+    Their gradients are summed over the depths before they reach the masters. What reads the token and what
+    reads the feature stand apart, the token's with the weight of its norm multiplied in: see `read_tokens`.
     """
 
     fc: Tensor  # [H, A*H]
-    query: Tensor  # [heads*D, 2H]
-    key_value: Tensor  # [2*kv_heads*D, 2H]
+    token: Tensor  # [(heads + 2*kv_heads)*D, H], query, key and value from the normed embedding
+    query: Tensor  # [heads*D, H], from the normed feature
+    key_value: Tensor  # [2*kv_heads*D, H]
     out: Tensor  # [H, heads*D]
     gate_up: Tensor  # [2*I, H]
     down: Tensor  # [H, I]
@@ -222,11 +230,15 @@ class Drafter(nn.Module):
 
     def matrices(self, dtype: torch.dtype) -> Matrices:
         """Differentiable copies of the masters in `dtype`; the masters themselves where it is theirs already."""
-        attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
+        layer, attention, mlp = self.midlayer, self.midlayer.self_attn, self.midlayer.mlp
+        hidden = self.shape.hidden_size
+        query, key, value = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight  # [., 2H]
+        token = torch.cat([w[:, :hidden] for w in (query, key, value)]) * layer.input_layernorm.weight
         return Matrices(
             fc=self.fc.weight.to(dtype),
-            query=attention.q_proj.weight.to(dtype),
-            key_value=torch.cat([attention.k_proj.weight.to(dtype), attention.v_proj.weight.to(dtype)]),
+            token=token.to(dtype),
+            query=query[:, hidden:].to(dtype),
+            key_value=torch.cat([key[:, hidden:].to(dtype), value[:, hidden:].to(dtype)]),
             out=attention.o_proj.weight.to(dtype),
             gate_up=torch.cat([mlp.gate_proj.weight.to(dtype), mlp.up_proj.weight.to(dtype)]),
             down=mlp.down_proj.weight.to(dtype),
@@ -234,7 +246,7 @@ class Drafter(nn.Module):
 
     def compile(self, *, backend: str | Callable = "inductor") -> None:
         """Let torch.compile fuse what lies between the matrix products and around attention: no graph breaks."""
-        for part in ("project", "before_attention", "after_attention"):
+        for part in ("project", "read_tokens", "before_attention", "after_attention"):
             setattr(self, part, torch.compile(getattr(self, part), backend=backend, fullgraph=True))
 
     def project(self, aux: Tensor, matrices: Matrices) -> Tensor:
@@ -246,18 +258,32 @@ class Drafter(nn.Module):
             aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
         return linear(aux, matrices.fc)
 
+    def read_tokens(self, embedding: Tensor, matrices: Matrices) -> Tensor:
+        """embedding [T, H] -> what each token gives to query, key and value [T, (heads + 2*kv_heads)*D].
+
+        The layer multiplies [norm(embedding), norm(feature)] with matrices of width 2H: a sum of two products.
+        The first reads nothing but the token, and every depth reads the same tokens, one place further on: it is
+        made once. With the norm's weight in the matrix, its backward pass needs no gradient of the input either.
+        """
+        return linear(self.midlayer.input_layernorm.scaled(embedding), matrices.token)
+
     def before_attention(
-        self, embedding: Tensor, feature: Tensor, positions: Tensor, active: Tensor | None, matrices: Matrices
+        self, from_token: Tensor, feature: Tensor, positions: Tensor, active: Tensor | None, matrices: Matrices
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Every row gives a key and a value [T, kv_heads, D]; the active ones a query [R, heads, D] and a residual [R, H]."""
-        layer, shape = self.midlayer, self.shape
-        x = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(feature)], dim=-1)  # [T, 2H]
-        rotary = self.rotary(positions)
-        key, value = linear(x, matrices.key_value).unflatten(-1, (2, shape.num_key_value_heads, -1)).unbind(1)
-        key = rotate(key, *rotary)
+        """Every row gives a key and a value [T, kv_heads, D]; the active ones a query [R, heads, D] and a residual [R, H].
+
+        from_token  [T, (heads + 2*kv_heads)*D], of the token that each row reads at this depth
+        """
+        shape = self.shape
+        x, rotary = self.midlayer.hidden_norm(feature), self.rotary(positions)
+        width = shape.num_attention_heads * shape.head_dim
+        key_value = linear(x, matrices.key_value) + from_token[:, width:]
+        key, value = key_value.unflatten(-1, (2, shape.num_key_value_heads, -1)).unbind(1)
+        key, from_token = rotate(key, *rotary), from_token[:, :width]
         if active is not None:
-            x, feature, rotary = x[active], feature[active], (rotary[0][active], rotary[1][active])
-        query = linear(x, matrices.query).unflatten(-1, (shape.num_attention_heads, -1))
+            x, feature, from_token = x[active], feature[active], from_token[active]
+            rotary = (rotary[0][active], rotary[1][active])
+        query = (linear(x, matrices.query) + from_token).unflatten(-1, (shape.num_attention_heads, -1))
         return rotate(query, *rotary), key, value.contiguous(), feature
 
     def after_attention(self, attended: Tensor, residual: Tensor, matrices: Matrices) -> tuple[Tensor, Tensor]:
@@ -270,7 +296,7 @@ class Drafter(nn.Module):
 
     def forward(
         self,
-        embedding: Tensor,
+        from_token: Tensor,
         feature: Tensor,
         *,
         positions: Tensor,
@@ -280,13 +306,14 @@ class Drafter(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """One pass of the layer.
 
-        embedding, feature  [T, H]
-        positions           [T]     int64, rotary
-        active              [R]     int64, the rows whose output is wanted; None: all of them
+        from_token  [T, (heads + 2*kv_heads)*D], from `read_tokens`, of the token that each row reads
+        feature     [T, H]
+        positions   [T]     int64, rotary
+        active      [R]     int64, the rows whose output is wanted; None: all of them
 
         Returns the normed output [R, H], which `lm_head` reads, and the feature [R, H] of the next depth.
         """
-        query, key, value, residual = self.before_attention(embedding, feature, positions, active, matrices)
+        query, key, value, residual = self.before_attention(from_token, feature, positions, active, matrices)
         return self.after_attention(attention(query, key, value), residual, matrices)
 
     @torch.no_grad()

@@ -56,20 +56,19 @@ def unroll(
         return attention(query, keys, values, documents)
 
     matrices = drafter.matrices(dtype)
-    outputs = []
     feature = drafter.project(batch.aux.to(dtype), matrices)
+    read = drafter.read_tokens(embedding(batch.tokens, target.embedding).to(dtype), matrices)  # of token x_p in row p
+    positions, active, outputs = batch.positions, documents.active, []
     for depth in range(depths):
-        tokens = batch.tokens.roll(-1 - depth, 0)  # wraps at the end of the pack, where no row counts
-        positions = batch.positions + depth
-        if depth > 0:  # from here on the active rows are among themselves
-            tokens, positions = tokens[documents.active], positions[documents.active]
+        if depth == 1:  # from here on the active rows are among themselves: they run to their documents' ends
+            read, positions, active = read[documents.active], positions[documents.active], None
         normed, feature = drafter(
-            embedding(tokens, target.embedding).to(dtype),
+            read.roll(-1 - depth, 0),  # wraps at the end, where no row counts
             feature,
-            positions=positions,
+            positions=positions + depth,
             attention=remember_and_attend,
             matrices=matrices,
-            active=documents.active if depth == 0 else None,
+            active=active,
         )
         outputs.append(normed)
     return torch.stack(outputs)
