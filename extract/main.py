@@ -16,7 +16,7 @@ from data.config import finished, fingerprint, stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
 from data.prompts import PromptSet  # noqa: E402
 from data.schema import Provenance  # noqa: E402
-from data.shards import finished_ids  # noqa: E402
+from data.shards import ShardWriter, finished_ids  # noqa: E402
 from extract.command import Capturing, how_to_start, installation  # noqa: E402
 from extract.config import ExtractConfig  # noqa: E402
 from extract.generate import generate  # noqa: E402
@@ -67,6 +67,8 @@ def main(config: ExtractConfig) -> dict:
     if (done := finished(out, inputs)) and finished_ids(out) >= set(prompts.ids):
         return {**done, "line": f"nothing to do, {out} holds all {len(prompts)} records"}
 
+    # Refuses a folder that holds other data, or that another process writes to, before a server is started for it.
+    ShardWriter(out, provenance=provenance, split="train", shard_bytes=config.shard_bytes).close()
     trust = config.target.trust_remote_code
     reference = load_reference(target, config.probe, trust_remote_code=trust)
     with Server(
