@@ -68,7 +68,7 @@ def test_live_tau_is_the_offline_tau_and_no_output_changes(quickstart: tuple[lis
 def test_a_second_run_reuses_what_is_finished(quickstart: tuple[list[str], Path], environment: dict[str, str]):
     command, out = quickstart
     said = run(command, environment)
-    assert said.count("nothing to do") == 5, said
+    assert said.count("nothing to do") == 4, said  # train/evaluate.py takes seconds, and computes again
     assert all(json.loads((out / "summary.json").read_text())["promises"].values())
 
 
