@@ -19,6 +19,7 @@ from extract.plugin import VARIABLE
 VERSIONS = ((0, 5, 16), (0, 5, 23))  # of SGLang, first and last that the plugin and the boundaries were read against
 CPU_TOTAL_TOKENS = 16384  # KV cache; SmolLM2-135M in float32: 45 KiB a token
 CPU_RUNNING_REQUESTS = 16
+CPU_PREFILL_TOKENS = 1024  # of one forward: enough to fill two cores, and the progress bar moves every few seconds
 PLUGIN_FILES = ("__init__.py", "plugin.py", "spool.py", "feed.py", "cpu/")  # all that the server's side needs
 
 
@@ -136,6 +137,7 @@ def command(
         # These two backends take the shim's attention; the plain flag would ask for a CPU with AMX.
         line += ["--device", "cpu", "--prefill-attention-backend", "intel_amx"]
         line += ["--decode-attention-backend", "intel_amx", "--disable-overlap-schedule"]
+        line += ["--chunked-prefill-size", str(CPU_PREFILL_TOKENS)]
     if capturing:
         line += ["--disable-radix-cache"]  # rows in the cache are not computed again
     if trust_remote_code:
