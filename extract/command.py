@@ -81,7 +81,7 @@ def installation(engine: EngineConfig) -> Installation:
     first, last = VERSIONS
     if not first <= numbers <= last:
         first, last = (".".join(map(str, version)) for version in VERSIONS)
-        raise ValueError(f"{found.python} has SGLang {found.version}: Eyas captures from {first} to {last}; install one")
+        raise ValueError(f"{found.python} has SGLang {found.version}: Eyas needs {first} to {last}, install one")
     return found
 
 

@@ -205,7 +205,7 @@ def stack_states(hidden: Tensor, aux: Any, *, num_rows: int, num_aux: int) -> Te
 
 
 class DeviceCopier:
-    """Copies batches to pinned memory on a stream of its own, while the next forward runs, and writes them in threads."""
+    """Copies batches to pinned memory on a stream of its own while the next forward runs; threads write them."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

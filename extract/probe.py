@@ -157,7 +157,7 @@ def check_drafter_feed(
     )
     for feed, tokens in zip(feeds, sequences):
         if not torch.equal(feed.tokens[:-1], tokens[1:].to(torch.int32)):
-            report.problems.append(f"in {where}, row p is not fed token p + 1: this engine aligns its drafter otherwise")
+            report.problems.append(f"in {where}, row p is not fed token p + 1: this engine aligns drafters otherwise")
     return report
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from data.boundaries import architecture_of
 from extract.command import Capturing, Drafting, Installation, command, environment, install_plugin, installation
 from extract.config import EngineConfig, ServerConfig
+from extract.spool import empty
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 5.0  # for the server's other processes to follow the first
@@ -118,8 +118,7 @@ class Server:
         self.out.mkdir(parents=True, exist_ok=True)
         if self.capturing:
             self.capturing.spool.mkdir(parents=True, exist_ok=True)
-            for leftover in self.capturing.spool.iterdir():  # of a run that was killed
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            empty(self.capturing.spool)
         plugin = install_plugin((self.out / "plugin").resolve())  # the server runs in another folder
         line = command(
             self.target.resolve(), found, engine=self.engine, host=host, port=port,
@@ -142,7 +141,8 @@ class Server:
                 elapsed = time.monotonic() - started
                 if not self.is_alive():
                     status = self._process.returncode
-                    raise self.failure(f"the server exited with status {status} after {elapsed:.0f} s", cure=_hint(self))
+                    what = f"the server exited with status {status} after {elapsed:.0f} s"
+                    raise self.failure(what, cure=_hint(self))
                 try:
                     self.get("/health")
                     return

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +108,14 @@ def read_error(spool: Path, rid: str) -> str | None:
         return json.loads((spool / rid / "error.json").read_text())["error"]
     except FileNotFoundError:
         return None
+
+
+def empty(spool: Path) -> None:
+    """Removes what a killed run has left; whatever else the folder holds is not ours."""
+    for path in spool.glob(f"{RID_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in spool.glob("server-*.json"):
+        path.unlink(missing_ok=True)
 
 
 def _write(path: Path, chunks: list[Any]) -> None:

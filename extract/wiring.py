@@ -120,7 +120,7 @@ def _check_shapes(
             f"{num_boundaries} boundaries: rows or boundaries are lost, extract again"
         )
     elif not all(tensor.isfinite().all() for tensor in states):
-        report.problems.append(f"{where} has states that are not finite: serve the target in another dtype (engine.dtype)")
+        report.problems.append(f"{where} has states that are not finite: serve the target in another engine.dtype")
 
 
 def _state(states: States, key: str | int) -> Tensor:

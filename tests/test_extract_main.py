@@ -83,7 +83,7 @@ def kill_scheduler(extractor: psutil.Process) -> None:
 def test_a_run_killed_twice_continues_and_every_conversation_is_in_one_record(
     prompts, environment, tiny_llama, tmp_path
 ):
-    """First the extractor is killed, then the server's scheduler; the third run attaches to another server and finishes."""
+    """First the extractor is killed, then the server's scheduler; the third run attaches to a server and finishes."""
     out = tmp_path / "shards"
     options = [f"prompts={prompts}", f"out={out}", "shard_bytes=300000"]
     slowly = [*options, "in_flight_bytes=1"]  # one at a time, so that there is a middle to be killed in

