@@ -121,8 +121,8 @@ class Rotary(nn.Module):
         super().__init__()
         rope_type = shape.rope_scaling.get("rope_type", shape.rope_scaling.get("type", "default"))
         if rope_type == "default":
-            exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
-            frequencies, self.scale = 1.0 / shape.rope_theta**exponent, 1.0
+            exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+            frequencies, self.scale = 1.0 / shape.rope_theta**exponent, 1.0  # rounded as the servers round it
         else:
             config = PretrainedConfig(
                 hidden_size=shape.hidden_size,
