@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from data.hugging_face import transformers
 from train.config import DrafterConfig
 from train.target import Target
 
@@ -124,14 +123,14 @@ class Rotary(nn.Module):
             exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
             frequencies, self.scale = 1.0 / shape.rope_theta**exponent, 1.0  # rounded as the servers round it
         else:
-            config = PretrainedConfig(
+            config = transformers.PretrainedConfig(
                 hidden_size=shape.hidden_size,
                 num_attention_heads=shape.num_attention_heads,
                 head_dim=shape.head_dim,
                 max_position_embeddings=shape.max_position_embeddings,
             )
             config.rope_parameters = {**shape.rope_scaling, "rope_type": rope_type, "rope_theta": shape.rope_theta}
-            frequencies, self.scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+            frequencies, self.scale = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
         self.register_buffer("frequencies", frequencies.to(torch.float32), persistent=False)  # [D/2]
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:

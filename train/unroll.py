@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 
 from data.batch import Batch
 from train.attention import Documents, TTTAttention
@@ -58,12 +58,14 @@ def unroll(
     matrices = drafter.matrices(dtype)
     feature = drafter.project(batch.aux.to(dtype), matrices)
     read = drafter.read_tokens(embedding(batch.tokens, target.embedding).to(dtype), matrices)  # of token x_p in row p
+    read_ahead = pad(read, (0, 0, 0, depths))  # nothing is read beyond the end, where no row counts
     positions, active, outputs = batch.positions, documents.active, []
     for depth in range(depths):
         if depth == 1:  # from here on the active rows are among themselves: they run to their documents' ends
-            read, positions, active = read[documents.active], positions[documents.active], None
+            read_ahead = pad(read[documents.active], (0, 0, 0, depths))
+            positions, active = positions[documents.active], None
         normed, feature = drafter(
-            read.roll(-1 - depth, 0),  # wraps at the end, where no row counts
+            read_ahead[1 + depth : 1 + depth + positions.shape[0]],
             feature,
             positions=positions + depth,
             attention=remember_and_attend,
