@@ -92,7 +92,8 @@ def first_record(shards: str | None) -> Record | None:
 def wait(server: Server) -> float:
     """Seconds until Ctrl-C or SIGTERM. Raises ValueError if the server ends by itself."""
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell's background job starts with SIGINT ignored
+        signal.signal(ending, signal.default_int_handler)
     try:
         while server.is_alive():
             time.sleep(POLL_SECONDS)
