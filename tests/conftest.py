@@ -1,10 +1,23 @@
-"""Targets that tests share: made once a run, in a temporary folder."""
+"""Targets that tests share: made once a run, in a temporary folder. And Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read when Triton and the kernels are imported, so before any test does it; the processes that tests start go without.
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.experimental.gluon  # which Triton imports at the first launch, and which looks at the variable too
+
+    import train.kernels.attention
+    import train.kernels.linear_loss  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
+
 from omegaconf import OmegaConf
 
 from data.config import TargetConfig, typed

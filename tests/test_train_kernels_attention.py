@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
+from tests.packs import pack_of
+from train.attention import Documents, dense
+from train.kernels.attention import fused, merge_backward, merge_forward
+
 CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-
-from tests.packs import pack_of  # noqa: E402
-from train.attention import Documents, dense  # noqa: E402
-from train.kernels.attention import fused, merge_backward, merge_forward  # noqa: E402
-
 DEVICE = "cuda" if CUDA else "cpu"
 
 

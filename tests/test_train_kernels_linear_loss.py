@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
+from train.kernels import linear_loss
+from train.loss import Teacher, head_loss
+
 CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-
-from train.kernels import linear_loss  # noqa: E402
-from train.loss import Teacher, head_loss  # noqa: E402
-
 DEVICE = "cuda" if CUDA else "cpu"
 
 
