@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import sys
 import types
+from pathlib import Path
 
-from data import torchvision_operators
+import torch
+
 from extract.cpu import attention, eagle, kv
 
 # What SGLang imports from sgl_kernel on a CPU, by the file that says it.
@@ -22,6 +25,7 @@ KERNELS = (
     eagle.build_tree_kernel_efficient_cpu,
     eagle.verify_tree_greedy_cpu,
 )
+_libraries: list[torch.library.Library] = []  # declarations live as long as their library does
 
 
 def install() -> None:
@@ -35,5 +39,27 @@ def install() -> None:
         setattr(module, kernel.__name__, kernel)
     attention.register_operators()
     sys.modules["sgl_kernel"] = module
-    torchvision_operators.declare()
+    _declare_torchvision_operators()
 
+
+def _declare_torchvision_operators() -> None:
+    """Declares the two operators that torchvision describes on import, where its own C++ library cannot load.
+
+    The wheel on PyPI is linked against CUDA: beside a CPU build of PyTorch `import torchvision` fails without this.
+    Written again from data/torchvision_operators.py, because in the server's process there is no data/.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or any(_loads(library) for library in Path(spec.origin).parent.glob("_C*.so")):
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _libraries.append(library)
+
+
+def _loads(library: Path) -> bool:
+    try:
+        torch.ops.load_library(library)
+    except OSError:
+        return False
+    return True
