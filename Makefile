@@ -26,7 +26,7 @@ quickstart: $(INSTALLED)
 	@$(BIN)/python launch/quickstart.py $(ARGS)
 
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 install: $(INSTALLED)
 
