@@ -25,7 +25,7 @@ from train.evaluate import score_batch
 from train.export import export, load_drafter
 from train.loss import PLAIN
 from train.metrics import Walk
-from train.model import Drafter, DrafterShape
+from train.model import Drafter
 from train.target import Target
 from train.unroll import TrainingTimeTest, counted_rows, unroll
 
