@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
-from data.schema import Record
+from data.codecs import Codec
+from data.schema import Provenance, Record
 
 
 class Piece(NamedTuple):
@@ -64,50 +65,57 @@ def pack(lengths: Sequence[int] | np.ndarray, *, budget: int) -> list[Pack]:
 def collate(records: Sequence[Record], pieces: Pack, *, pad_to: int | None) -> Batch:
     """One pack as a Batch: the pieces back to back, then padding up to `pad_to` tokens as one more document.
 
-    records  one for each piece, in the same order. The padding has loss_mask False and zeros elsewhere.
+    records  one for each piece, in the same order, with the same columns. The padding has loss_mask False and zeros
+             elsewhere.
     Raises ValueError if there is nothing to collate, or `pad_to` is too short.
     """
     if not pieces or len(records) != len(pieces):
         raise ValueError(f"{len(pieces)} pieces need as many records, at least one; found {len(records)}")
-    aux = [record.aux[piece.start : piece.stop].flatten(1) for record, piece in zip(records, pieces)]  # [t, A*H]
-    last = [record.last[piece.start : piece.stop] for record, piece in zip(records, pieces)]
-    tokens = [record.tokens[piece.start : piece.stop] for record, piece in zip(records, pieces)]
-    loss_mask = [record.loss_mask[piece.start : piece.stop] for record, piece in zip(records, pieces)]
-    lengths = [len(document) for document in tokens]
+    lengths = [piece.stop - piece.start for piece in pieces]
     padding = 0 if pad_to is None else pad_to - sum(lengths)
     if padding < 0:
         raise ValueError(f"pad_to={pad_to} is too short for a pack of {sum(lengths)} tokens")
+    columns: dict[str, list[Tensor]] = {}
+    for record, piece in zip(records, pieces):
+        for name, column in (("tokens", record.tokens), ("loss_mask", record.loss_mask), *record.states().items()):
+            columns.setdefault(name, []).append(column[piece.start : piece.stop])
     if padding:
-        for columns in (aux, last, tokens, loss_mask):
-            columns.append(columns[0].new_zeros((padding, *columns[0].shape[1:])))
+        for parts in columns.values():
+            parts.append(torch.zeros(padding, *parts[0].shape[1:], dtype=parts[0].dtype))
         lengths.append(padding)
-    return _batch(aux, last, tokens, loss_mask, lengths, records)
+    return _batch({name: _cat(parts) for name, parts in columns.items()}, lengths, records)
 
 
-def padding_batch(num_tokens: int, *, num_boundaries: int, hidden_size: int, dtype: torch.dtype) -> Batch:
-    """A Batch of padding only, for a rank that has no pack left in a step. dtype: of aux and last."""
-    aux = torch.zeros(num_tokens, num_boundaries * hidden_size, dtype=dtype)
-    last = torch.zeros(num_tokens, hidden_size, dtype=dtype)
-    zeros = torch.zeros(num_tokens, dtype=torch.int32)
-    return _batch([aux], [last], [zeros], [zeros], [num_tokens], [])
+def padding_batch(num_tokens: int, provenance: Provenance) -> Batch:
+    """A Batch of padding only, for a rank that has no pack left in a step, like those of a dataset."""
+    columns = Codec.parse(provenance.codec).columns(
+        num_boundaries=len(provenance.boundaries), hidden_size=provenance.hidden_size
+    )
+    zeros = {name: torch.zeros(num_tokens, *shape, dtype=dtype) for name, (dtype, shape) in columns.items()}
+    nothing = torch.zeros(num_tokens, dtype=torch.int32)
+    return _batch({"tokens": nothing, "loss_mask": nothing, **zeros}, [num_tokens], [])
 
 
-def _batch(
-    aux: list[Tensor], last: list[Tensor], tokens: list[Tensor], loss_mask: list[Tensor], lengths: list[int],
-    records: Sequence[Record],
-) -> Batch:  # fmt: skip
+def _batch(columns: dict[str, Tensor], lengths: list[int], records: Sequence[Record]) -> Batch:
     sizes = torch.tensor(lengths)  # [N]
     cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])  # [N+1]
     document = torch.repeat_interleave(torch.arange(len(lengths)), sizes)  # [T]
+    columns = {"last": None, **columns}
     return Batch(
-        tokens=torch.cat(tokens).long(),
-        loss_mask=torch.cat(loss_mask).bool(),
-        aux=torch.cat(aux),
-        last=torch.cat(last),
+        tokens=columns.pop("tokens").long(),
+        loss_mask=columns.pop("loss_mask").bool(),
+        aux=columns.pop("aux").flatten(1),
         positions=torch.arange(int(cu_seqlens[-1])) - cu_seqlens[document],
         document=document,
         cu_seqlens=cu_seqlens.int(),
         max_seqlen=max(lengths),
         ids=tuple(record.id for record in records),
         sources=tuple(record.source for record in records),
+        **columns,
     )
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    if parts[0].dtype == torch.float8_e4m3fn:  # bytes: torch cannot join them as numbers
+        return torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+    return torch.cat(parts)

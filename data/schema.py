@@ -18,38 +18,61 @@ import torch
 from torch import Tensor
 
 from data.boundaries import check_boundaries, text_config
+from data.codecs import DTYPES, STATE_COLUMNS, Codec, decode_fp8, encode_fp8
 from data.fingerprints import chat_template_hash, config_hash, tokenizer_hash, weights_fingerprint
 
-SCHEMA_VERSION = 1
 SPLITS = ("train", "validation")
-CODECS = {"bf16": torch.bfloat16, "fp32": torch.float32}  # dtype of aux and last on disk
 
-_SAFETENSORS_NAMES = {torch.int32: "I32", torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}
+_SAFETENSORS_NAMES = {
+    torch.int32: "I32", torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
+}  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
 _ALIGNMENT = 64  # bytes, of the tensors within a file
 
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation as the target saw it.
+    """One conversation as the target saw it: what is captured, or what a shard stores of it (data/codecs.py).
 
-    id         unique in a dataset            source, split  free text; train | validation
-    tokens     [T]        int32               loss_mask      [T]  uint8, 1 where the token is the assistant's
-    aux        [T, A, H]  residual stream at the boundaries, in their order
-    last       [T, H]     hidden state after the target's final norm
+    id              unique in a dataset         source, split  free text; train | validation
+    tokens          [T]        int32            loss_mask      [T]  uint8, 1 where the token is the assistant's
+    aux             [T, A, H]  residual stream at the boundaries, in their order
+    last            [T, H]     hidden state after the target's final norm; None where the top k stand in its place
+    aux_scale       [T, A]     float32; None unless aux is e4m3          last_scale  [T]  likewise
+    top_ids         [T, k]     int32, the teacher's most likely next tokens, its argmax first
+    top_log_probs   [T, k]     float32, their log-probabilities over the whole vocabulary
+    log_normalizer  [T]        float32, log-sum-exp of the teacher's logits
     """
 
     id: str
     tokens: Tensor
     loss_mask: Tensor
     aux: Tensor
-    last: Tensor
+    last: Tensor | None
     source: str
     split: str
+    aux_scale: Tensor | None = None
+    last_scale: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_log_probs: Tensor | None = None
+    log_normalizer: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.tokens.shape[0]
+
+    def states(self) -> dict[str, Tensor]:
+        """The columns of STATE_COLUMNS that this record has, each [T, ...]."""
+        return {name: column for name in STATE_COLUMNS if (column := getattr(self, name)) is not None}
+
+    def decoded(self) -> Record:
+        """The same record with aux and last as numbers; bfloat16 where they were e4m3, which is exact."""
+        changes: dict[str, Any] = {}
+        for name in ("aux", "last"):
+            scale = getattr(self, f"{name}_scale")
+            if scale is not None:
+                changes |= {name: decode_fp8(getattr(self, name), scale), f"{name}_scale": None}
+        return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -73,8 +96,7 @@ class Provenance:
     def __post_init__(self) -> None:
         object.__setattr__(self, "boundaries", tuple(self.boundaries))
         check_boundaries(self.boundaries, self.num_layers)
-        if self.codec not in CODECS:
-            raise ValueError(f"codec={self.codec}: expected one of {', '.join(CODECS)}")
+        object.__setattr__(self, "codec", Codec.parse(self.codec).name)
 
     @classmethod
     def of_target(
@@ -101,51 +123,6 @@ class Provenance:
             engine=engine,
             engine_version=engine_version,
         )
-
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """One finished shard, as the manifest lists it."""
-
-    name: str
-    split: str
-    samples: int
-    tokens: int
-    supervised: int
-    bytes: int
-    sha256: str
-    index_sha256: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """manifest.json of a dataset: the only list of what is complete."""
-
-    provenance: Provenance
-    shards: tuple[ShardInfo, ...] = ()
-    schema_version: int = SCHEMA_VERSION
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
-
-    @classmethod
-    def load(cls, folder: Path | str) -> Manifest:
-        """Raises ValueError if there is none, it cannot be read, or it is of another schema version."""
-        file = Path(folder) / "manifest.json"
-        try:
-            content = json.loads(file.read_text())
-            version = content["schema_version"]
-        except FileNotFoundError:
-            raise ValueError(f"{folder} has no manifest.json: run python extract/main.py out={folder}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} cannot be read ({error}): extract again") from error
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"{file} has schema version {version}, this Eyas reads {SCHEMA_VERSION}: extract again")
-        try:
-            provenance = Provenance(**content["provenance"])
-            return cls(provenance=provenance, shards=tuple(ShardInfo(**shard) for shard in content["shards"]))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{file} lacks or adds a field ({error}): extract again") from error
 
 
 def difference(found: Provenance, expected: Provenance) -> str | None:
@@ -189,26 +166,64 @@ def safe_key(id: str) -> str:
 def check_record(record: Record, provenance: Provenance) -> None:
     """Raises ValueError if shapes or ids of `record` do not fit the dataset it is meant for."""
     T, A, H = record.num_tokens, len(provenance.boundaries), provenance.hidden_size
-    expected = {"tokens": (T,), "loss_mask": (T,), "aux": (T, A, H), "last": (T, H)}
-    for name, shape in expected.items():
-        found = tuple(getattr(record, name).shape)
+    k = Codec.parse(provenance.codec).top_k
+    expected = {
+        "tokens": (T,), "loss_mask": (T,), "aux": (T, A, H), "aux_scale": (T, A), "last": (T, H), "last_scale": (T,),
+        "top_ids": (T, k), "top_log_probs": (T, k), "log_normalizer": (T,),
+    }  # fmt: skip
+    columns = {"tokens": record.tokens, "loss_mask": record.loss_mask, **record.states()}
+    for name, column in columns.items():
+        found, shape = tuple(column.shape), expected[name]
         if found != shape or T == 0:
             raise ValueError(f"record {record.id}: {name} has shape {list(found)}, expected {list(shape)}, T > 0")
     if record.split not in SPLITS:
         raise ValueError(f"record {record.id}: split {record.split!r}, expected {' or '.join(SPLITS)}")
 
 
+def check_stored(record: Record, provenance: Provenance) -> None:
+    """`check_record` of what a shard holds: raises ValueError also if its columns are not those of the codec."""
+    check_record(record, provenance)
+    codec = Codec.parse(provenance.codec)
+    columns = codec.columns(num_boundaries=len(provenance.boundaries), hidden_size=provenance.hidden_size)
+    expected = {name: dtype for name, (dtype, _) in columns.items()}
+    found = {name: column.dtype for name, column in record.states().items()}
+    if found != expected:
+        raise ValueError(f"columns {found}, codec {codec.name} has {expected}")
+
+
+def stored(record: Record, codec: Codec) -> Record:
+    """`record`, whose aux and last are numbers, with the columns of `codec` and no others; casts round to nearest.
+
+    Raises ValueError if the codec stores what the record does not have, or fp8 is to hold what is not finite.
+    """
+    columns: dict[str, Any] = dict.fromkeys(STATE_COLUMNS)
+    for name, stored_as in (("aux", codec.aux), ("last", codec.last)):
+        column = getattr(record, name)
+        if stored_as == "topk":
+            columns |= {name: getattr(record, name) for name in ("top_ids", "top_log_probs", "log_normalizer")}
+            if columns["top_ids"] is None:
+                raise ValueError(f"record {record.id} has no top-k tokens, codec {codec.name} stores them")
+        elif column is None:
+            raise ValueError(f"record {record.id} has no {name}, codec {codec.name} stores it")
+        elif stored_as == "fp8":
+            columns[name], columns[f"{name}_scale"] = encode_fp8(column)
+        else:
+            columns[name] = column.to(DTYPES[stored_as])
+    return dataclasses.replace(record, **columns)
+
+
 def encode(record: Record, codec: str) -> tuple[bytes, list[Tensor]]:
     """The record as a safetensors file: its header, and the tensors that follow it back to back.
 
-    Their memory is written as it is; aux and last are cast to the codec's dtype, round to nearest.
+    Their memory is written as it is.
     """
     columns = {
         "tokens": record.tokens.to(torch.int32),
-        "aux": record.aux.to(CODECS[codec]),
-        "last": record.last.to(CODECS[codec]),
+        **stored(record, Codec.parse(codec)).states(),
         "loss_mask": record.loss_mask.to(torch.uint8),
-    }  # in this order every tensor starts at a multiple of its element's size
+    }
+    # every tensor starts at a multiple of its element's size
+    columns = dict(sorted(columns.items(), key=lambda item: -item[1].element_size()))
     header: dict[str, Any] = {}
     offset = 0
     for name, tensor in columns.items():
@@ -224,18 +239,19 @@ def encode(record: Record, codec: str) -> tuple[bytes, list[Tensor]]:
     return struct.pack("<Q", len(text)) + text, [tensor.detach().cpu().contiguous() for tensor in columns.values()]
 
 
-def decode(buffer: Any, *, offset: int, size: int) -> dict[str, Tensor]:
+def decode(buffer: Any, *, offset: int, size: int) -> dict[str, Tensor | None]:
     """Columns of the safetensors file at buffer[offset : offset + size], sharing the buffer's memory.
 
-    Raises ValueError, KeyError or struct.error if it is damaged: the caller knows the file's name.
+    `last` is None where there is none. Raises ValueError, KeyError or struct.error if it is damaged: the caller
+    knows the file's name.
     """
     (length,) = struct.unpack_from("<Q", buffer, offset)
     if length + 8 > size:
         raise ValueError(f"header of {length} bytes in a record of {size}")
     header = json.loads(bytes(buffer[offset + 8 : offset + 8 + length]))
     start = offset + 8 + length
-    columns = {}
-    for name in ("tokens", "aux", "last", "loss_mask"):
+    columns: dict[str, Tensor | None] = {"last": None}
+    for name in ("tokens", "loss_mask", "aux", *(name for name in STATE_COLUMNS[1:] if name in header)):
         column = header[name]
         begin, end = column["data_offsets"]
         dtype = _DTYPES[column["dtype"]]

@@ -1,56 +1,54 @@
 """ShardWriter and ShardReader: both halves of the format on disk. docs/design.md, "The record".
 
-    <out>/manifest.json              provenance, and the shards that are complete
+    <out>/manifest.json              provenance, and the shards that are complete: data/manifest.py
     <out>/train-000000.tar           WebDataset: <key>.json and <key>.safetensors of every sample
     <out>/train-000000.index.json    where each record lies in the tar, so that it is mapped, not searched
 """
 
 from __future__ import annotations
 
-import fcntl
+import bisect
 import hashlib
 import json
 import mmap
 import os
 import struct
 import tarfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import torch
 
-from data.config import write_atomically
+from data.manifest import (
+    FILE,
+    Entry,
+    Manifest,
+    ShardInfo,
+    finished_ids,
+    lock,
+    manifest_lock,
+    read_index,
+    write_index,
+)
 from data.schema import (
     SPLITS,
-    Manifest,
     Provenance,
     Record,
-    ShardInfo,
     check_record,
     check_same,
+    check_stored,
     decode,
     encode,
     safe_key,
 )
 
 _TAR_BLOCK = 512
-_INDEX_COLUMNS = ("ids", "sources", "num_tokens", "num_supervised", "offsets", "sizes")
-
-
-class Entry(NamedTuple):
-    """Where a record is: bytes [offset, offset + size) of its shard are its safetensors file."""
-
-    id: str
-    source: str
-    num_tokens: int
-    num_supervised: int
-    shard: int
-    offset: int
-    size: int
+_HASH_BYTES = 1 << 20  # hashed at a time: it stays in the processor's cache
+_FLUSH_BYTES = 1 << 28  # after so many the disk is told to write, so that it has little left at the shard's end
 
 
 class ShardWriter:
@@ -58,6 +56,7 @@ class ShardWriter:
 
     out          folder; may hold earlier shards of the same provenance
     shard_bytes  a shard is finished once it is this large
+    part         "i/n" if n servers make the dataset, each a part of it
 
     A shard gets its name when it is complete and on disk, and then a line in the manifest: after a
     crash or an exception every finished shard counts, and the unfinished one is gone. Raises
@@ -65,20 +64,23 @@ class ShardWriter:
     twice, or the disk is full.
     """
 
-    def __init__(self, out: Path | str, *, provenance: Provenance, split: str, shard_bytes: int) -> None:
+    def __init__(
+        self, out: Path | str, *, provenance: Provenance, split: str, shard_bytes: int, part: str | None = None
+    ) -> None:
         if split not in SPLITS:
             raise ValueError(f"split={split}: expected {' or '.join(SPLITS)}")
         self.out, self.provenance, self.split, self.shard_bytes = Path(out), provenance, split, shard_bytes
         self.out.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.out / f".{split}.lock", wait=False)
+        self._lock = lock(self.out / f".{split}.lock", wait=False)
         try:
-            with _manifest_lock(self.out):
-                if (self.out / "manifest.json").exists():
-                    self._check(Manifest.load(self.out))
+            with manifest_lock(self.out):
+                if (self.out / FILE).exists():
+                    self._check(Manifest.load(self.out), part)
                 else:
-                    write_atomically(self.out / "manifest.json", Manifest(provenance=provenance).to_json())
-            for leftover in self.out.glob(f".{split}-*.tmp"):
-                leftover.unlink()
+                    Manifest(provenance=provenance, part=part).save(self.out)
+                leftovers = [*self.out.glob(f".{split}-*.tmp"), *self.out.glob(f".{FILE}.*.tmp")]
+                for leftover in leftovers:  # whoever wrote them was killed: we hold both locks
+                    leftover.unlink()
             self._ids = finished_ids(self.out)
         except BaseException:
             self._lock.close()
@@ -109,14 +111,16 @@ class ShardWriter:
             "num_supervised": num_supervised,
         }
         key = safe_key(record.id)
+        chunks, _ = _member(f"{key}.json", [memoryview(json.dumps(about).encode())])
+        states, size = _member(f"{key}.safetensors", payload)
         try:
             self._open()
-            self._member(f"{key}.json", [memoryview(json.dumps(about).encode())])
-            offset, size = self._member(f"{key}.safetensors", payload)
-            self._ids.add(record.id)
-            self._entries.append((record.id, record.source, record.num_tokens, num_supervised, offset, size))
+            offset = self._written + sum(chunk.nbytes for chunk in (*chunks, states[0]))
+            self._append([*chunks, *states])
         except OSError as error:
             self._fail(error)
+        self._ids.add(record.id)
+        self._entries.append(Entry(record.id, record.source, record.num_tokens, num_supervised, offset, size))
         if self._written >= self.shard_bytes:
             self._finish()
 
@@ -129,17 +133,22 @@ class ShardWriter:
     def abandon(self) -> None:
         """Removes the unfinished shard; finished ones stay."""
         if self._file is not None:
+            self._digest.stop()
             self._file.close()
             self._file = None
             self._temporary.unlink(missing_ok=True)
         self._lock.close()
 
-    def _check(self, manifest: Manifest) -> None:
+    def _check(self, manifest: Manifest, part: str | None) -> None:
         check_same(manifest.provenance, self.provenance, where=str(self.out))
         if manifest.provenance.codec != self.provenance.codec:
             raise ValueError(
                 f"{self.out} holds {manifest.provenance.codec} records, this run writes {self.provenance.codec}: "
                 f"set codec={manifest.provenance.codec}, or choose another out="
+            )
+        if manifest.part != part:
+            raise ValueError(
+                f"{self.out} is part={manifest.part}, this run makes part={part}: every part has a folder of its own"
             )
 
     def _open(self) -> None:
@@ -149,24 +158,15 @@ class ShardWriter:
         self._name = f"{self.split}-{number:06d}.tar"
         self._temporary = self.out / f".{self._name}.tmp"
         self._file = self._temporary.open("wb", buffering=0)
-        self._digest, self._written, self._entries = hashlib.sha256(), 0, []
-
-    def _member(self, name: str, chunks: list[memoryview]) -> tuple[int, int]:
-        """Appends one file to the tar; its offset and size in bytes."""
-        info = tarfile.TarInfo(name)
-        info.size, info.mode = sum(chunk.nbytes for chunk in chunks), 0o644
-        header = info.tobuf(tarfile.USTAR_FORMAT)
-        offset = self._written + len(header)
-        self._append([memoryview(header), *chunks, memoryview(bytes(-info.size % _TAR_BLOCK))])
-        return offset, info.size
+        self._digest = _Digest(self._temporary)
+        self._written, self._entries = 0, []
 
     def _append(self, chunks: list[memoryview]) -> None:
-        for chunk in chunks:
-            self._digest.update(chunk)
         chunks = [chunk for chunk in chunks if chunk.nbytes]
         while chunks:
             count = os.writev(self._file.fileno(), chunks)  # may be less than all of it
             self._written += count
+            self._digest.follow(self._written)
             while chunks and count >= chunks[0].nbytes:
                 count -= chunks.pop(0).nbytes
             if count:
@@ -174,11 +174,11 @@ class ShardWriter:
 
     def _finish(self) -> None:
         """End of archive, to the disk, index, final name, manifest: in this order."""
-        index = json.dumps(dict(zip(_INDEX_COLUMNS, zip(*self._entries)))).encode()
         try:
             self._append([memoryview(bytes(2 * _TAR_BLOCK))])
+            sha256 = self._digest.result()
             os.fsync(self._file.fileno())
-            write_atomically(self.out / _index_name(self._name), index)
+            index_sha256 = write_index(self.out, self._name, self._entries)
             self._file.close()
             os.replace(self._temporary, self.out / self._name)
         except OSError as error:
@@ -190,16 +190,16 @@ class ShardWriter:
             name=self._name,
             split=self.split,
             samples=len(self._entries),
-            tokens=sum(entry[2] for entry in self._entries),
-            supervised=sum(entry[3] for entry in self._entries),
+            tokens=sum(entry.num_tokens for entry in self._entries),
+            supervised=sum(entry.num_supervised for entry in self._entries),
             bytes=self._written,
-            sha256=self._digest.hexdigest(),
-            index_sha256=hashlib.sha256(index).hexdigest(),
+            sha256=sha256,
+            index_sha256=index_sha256,
         )
-        with _manifest_lock(self.out):
-            manifest = Manifest.load(self.out)
-            write_atomically(self.out / "manifest.json", replace(manifest, shards=(*manifest.shards, info)).to_json())
         self._file = None
+        with manifest_lock(self.out):
+            manifest = Manifest.load(self.out)
+            replace(manifest, shards=(*manifest.shards, info), complete=False).save(self.out)
 
     def _fail(self, error: OSError) -> None:
         self.abandon()
@@ -209,11 +209,93 @@ class ShardWriter:
         ) from error
 
 
+class _Digest(threading.Thread):
+    """sha256 of a file that grows: hashed behind the writer, on a thread of its own, from what is in the file."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(name=f"sha256 of {file.name}", daemon=True)
+        self._path, self._sha256, self._error = file, hashlib.sha256(), None
+        self._size, self._ended, self._changed = 0, False, threading.Condition()
+        self.start()
+
+    def follow(self, size: int) -> None:
+        """The file has `size` bytes by now."""
+        with self._changed:
+            self._size = size
+            self._changed.notify()
+
+    def result(self) -> str:
+        """Of all that is in the file; it must not grow after that. Raises OSError if it could not be read or flushed."""
+        self._end(self._size)
+        if self._error is not None:
+            raise self._error
+        return self._sha256.hexdigest()
+
+    def stop(self) -> None:
+        """Whatever was hashed is not wanted."""
+        self._end(0)
+
+    def _end(self, size: int) -> None:
+        with self._changed:
+            self._size, self._ended = size, True
+            self._changed.notify()
+        self.join()
+
+    def run(self) -> None:
+        done, buffer = 0, memoryview(bytearray(_HASH_BYTES))
+        try:
+            with self._path.open("rb", buffering=0) as file:
+                while True:
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._ended or self._size > done)
+                        size = self._size
+                    if done >= size:
+                        return
+                    count = file.readinto(buffer[: min(size - done, _HASH_BYTES)])
+                    self._sha256.update(buffer[:count])
+                    if done // _FLUSH_BYTES < (done + count) // _FLUSH_BYTES:
+                        os.fdatasync(file.fileno())
+                    done += count
+        except OSError as error:
+            self._error = error
+
+
+class Shard:
+    """One finished shard of a dataset: its records, without a copy. Raises ValueError if its index is damaged."""
+
+    def __init__(self, folder: Path, info: ShardInfo, provenance: Provenance) -> None:
+        self.folder, self.info, self.provenance = folder, info, provenance
+        self.entries = read_index(folder, info)
+        self._map: mmap.mmap | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_map": None}
+
+    def read(self, i: int) -> Record:
+        """Record i of the shard; its tensors are views, so do not write to them. Raises ValueError if it is damaged."""
+        entry = self.entries[i]
+        if self._map is None:
+            with (self.folder / self.info.name).open("rb") as file:
+                # a private copy-on-write map: torch takes it as writable, the file stays as it is
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        try:
+            columns = decode(self._map, offset=entry.offset, size=entry.size)
+            record = Record(id=entry.id, source=entry.source, split=self.info.split, **columns)
+            check_stored(record, self.provenance)
+            if record.num_tokens != entry.num_tokens:
+                raise ValueError(f"{record.num_tokens} tokens, the index says {entry.num_tokens}")
+        except (ValueError, KeyError, TypeError, RuntimeError, struct.error) as error:
+            file = self.folder / self.info.name
+            raise ValueError(f"{file} is corrupt at record {entry.id} ({error}): extract again") from error
+        return record
+
+
 class ShardReader:
     """Random access to the records of one split of a dataset, without a copy.
 
-    path   folder with a manifest.json; split: train | validation
-    lengths int64 [n], tokens per record; entries [n]; provenance
+    path      folder with a manifest.json; split: train | validation
+    lengths   int64 [n], tokens per record; entries [n]; provenance
+    complete  everything that was asked for is here; else `refresh` may find more
 
     Raises ValueError naming the file if a shard is missing, shorter than the manifest says, or its
     index is damaged. Flipped bits inside tensors are found by `verify`. May be pickled and forked:
@@ -224,94 +306,58 @@ class ShardReader:
         if split not in SPLITS:
             raise ValueError(f"split={split}: expected {' or '.join(SPLITS)}")
         self.path, self.split = Path(path), split
-        manifest = Manifest.load(self.path)
-        self.provenance = manifest.provenance
-        self.shards = [shard for shard in manifest.shards if shard.split == split]
+        self.provenance = Manifest.load(self.path).provenance
+        self.shards: list[Shard] = []
         self.entries: list[Entry] = []
-        for number, shard in enumerate(self.shards):
-            self.entries += _read_index(self.path, shard, number)
+        self._starts: list[int] = []  # [shards], number of the first record of each
+        self.refresh()
+
+    def refresh(self) -> int:
+        """Takes up what was finished since; how many records are new. Those before keep their numbers.
+
+        A dataset may be read while it is still written: a shard is in the manifest when it is complete.
+        Raises ValueError if it was replaced by another.
+        """
+        manifest = Manifest.load(self.path)
+        infos = [info for info in manifest.shards if info.split == self.split]
+        known = [shard.info for shard in self.shards]
+        if infos[: len(known)] != known or manifest.provenance != self.provenance:
+            raise ValueError(f"{self.path} was written anew while it was read: start again")
+        before = len(self.entries)
+        for info in infos[len(known) :]:
+            shard = Shard(self.path, info, self.provenance)
+            self._starts.append(len(self.entries))
+            self.shards.append(shard)
+            self.entries += shard.entries
+        self.complete = manifest.complete
         self.lengths = np.array([entry.num_tokens for entry in self.entries], dtype=np.int64)
-        self._maps: dict[int, mmap.mmap] = {}
+        return len(self.entries) - before
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}
-
     def read(self, i: int) -> Record:
-        """Record i; its tensors are views into the mapped shard, so do not write to them.
+        """Record i as it is stored (see `Record.decoded`); its tensors are views: do not write to them.
 
         Raises ValueError naming the shard if the record in it is damaged.
         """
-        entry = self.entries[i]
-        try:
-            columns = decode(self._map(entry.shard), offset=entry.offset, size=entry.size)
-            record = Record(id=entry.id, source=entry.source, split=self.split, **columns)
-            check_record(record, self.provenance)
-            if record.num_tokens != entry.num_tokens:
-                raise ValueError(f"{record.num_tokens} tokens, the index says {entry.num_tokens}")
-        except (ValueError, KeyError, TypeError, RuntimeError, struct.error) as error:
-            file = self.path / self.shards[entry.shard].name
-            raise ValueError(f"{file} is corrupt at record {entry.id} ({error}): extract again") from error
-        return record
+        number = bisect.bisect_right(self._starts, range(len(self))[i]) - 1
+        return self.shards[number].read(range(len(self))[i] - self._starts[number])
 
     def __iter__(self) -> Iterator[Record]:
         return (self.read(i) for i in range(len(self)))
 
     def verify(self) -> None:
-        """Reads every shard and compares its sha256. Raises ValueError naming the first that differs."""
+        """Compares every shard's sha256 with the manifest's. Raises ValueError naming the first that differs."""
         for shard in self.shards:
-            with (self.path / shard.name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                    raise ValueError(f"{self.path / shard.name} is corrupt (its sha256 changed): extract again")
-
-    def _map(self, shard: int) -> mmap.mmap:
-        if shard not in self._maps:
-            with (self.path / self.shards[shard].name).open("rb") as file:
-                # a private copy-on-write map: torch takes it as writable, the file stays as it is
-                self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._maps[shard]
+            with (self.path / shard.info.name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != shard.info.sha256:
+                    raise ValueError(f"{self.path / shard.info.name} is corrupt (its sha256 changed): extract again")
 
 
-def finished_ids(out: Path | str) -> set[str]:
-    """Ids of all records in finished shards, of both splits; empty if there is no dataset yet."""
-    if not (Path(out) / "manifest.json").exists():
-        return set()
-    shards = Manifest.load(out).shards
-    return {entry.id for number, shard in enumerate(shards) for entry in _read_index(Path(out), shard, number)}
-
-
-def _read_index(out: Path, shard: ShardInfo, number: int) -> list[Entry]:
-    tar, file = out / shard.name, out / _index_name(shard.name)
-    try:
-        size, content = tar.stat().st_size, file.read_bytes()
-    except FileNotFoundError as error:
-        raise ValueError(f"{error.filename} is missing, the manifest lists it: restore it, or extract again") from error
-    if size != shard.bytes:
-        raise ValueError(f"{tar} is truncated: {size} bytes, the manifest says {shard.bytes}; extract again")
-    if hashlib.sha256(content).hexdigest() != shard.index_sha256:
-        raise ValueError(f"{file} is corrupt (its sha256 changed): restore it, or extract again")
-    index = json.loads(content)
-    return [Entry(*row[:4], number, *row[4:]) for row in zip(*(index[name] for name in _INDEX_COLUMNS))]
-
-
-def _index_name(shard: str) -> str:
-    return shard.replace(".tar", ".index.json")
-
-
-@contextmanager
-def _manifest_lock(out: Path) -> Iterator[None]:
-    with _lock(out / ".manifest.lock", wait=True):
-        yield
-
-
-def _lock(path: Path, *, wait: bool) -> IO[str]:
-    """An open file that this process alone may hold, until it is closed."""
-    file = path.open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"another process writes to {path.parent}: wait for it, or choose another out=") from None
-    return file
+def _member(name: str, chunks: list[memoryview]) -> tuple[list[memoryview], int]:
+    """One file of a tar: its header, its content, padding; and the size of the content in bytes."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = sum(chunk.nbytes for chunk in chunks), 0o644
+    header = info.tobuf(tarfile.USTAR_FORMAT)
+    return [memoryview(header), *chunks, memoryview(bytes(-info.size % _TAR_BLOCK))], info.size

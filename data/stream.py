@@ -9,7 +9,6 @@ from torch.utils.data import Dataset
 
 from data.batch import Batch
 from data.packing import Pack, Piece, collate, pack, padding_batch
-from data.schema import CODECS
 from data.shards import ShardReader
 
 Step = list[Pack]
@@ -76,13 +75,7 @@ class PackDataset(Dataset):
         pieces = self.packs[i]
         if pieces:
             return collate([self.reader.read(piece.index) for piece in pieces], pieces, pad_to=self.pad_to)
-        provenance = self.reader.provenance
-        return padding_batch(
-            self.pad_to or 1,
-            num_boundaries=len(provenance.boundaries),
-            hidden_size=provenance.hidden_size,
-            dtype=CODECS[provenance.codec],
-        )
+        return padding_batch(self.pad_to or 1, self.reader.provenance)
 
 
 def _pack_records(lengths: np.ndarray, records: np.ndarray, *, budget: int) -> list[Pack]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from data.codecs import Codec
 from data.config import TargetConfig, require
-from data.schema import CODECS
 
 MODES = ("extract", "generate", "command")
 
@@ -19,6 +19,10 @@ class EngineConfig:
     device               auto | cpu | cuda; auto: cuda where PyTorch sees a GPU
     dtype                of weights and states; auto: float32 on a CPU, the checkpoint's elsewhere
     tensor_parallel      GPUs (or, on a CPU, processes) that one copy of the target is split over
+    data_parallel        copies of the target, each with its own GPUs
+    dp_attention         the copies share GPUs and experts, and only attention is done in each by itself (DeepSeek, Kimi)
+    radix_cache          keep it while states are captured, for other traffic; requests of ours never hit it
+    overlap_schedule     prepare a batch while the one before it runs; null: the engine's choice (on a CPU false)
     context_length       longest request, tokens; null: the target's own
     max_total_tokens     KV cache, tokens; null: what the memory allows (on a CPU 16384)
     max_running_requests at once; null: the engine's choice (on a CPU 16)
@@ -31,6 +35,10 @@ class EngineConfig:
     device: str
     dtype: str
     tensor_parallel: int
+    data_parallel: int
+    dp_attention: bool
+    radix_cache: bool
+    overlap_schedule: bool | None
     context_length: int | None
     max_total_tokens: int | None
     max_running_requests: int | None
@@ -41,6 +49,10 @@ class EngineConfig:
         require(self.name == "sglang", "engine.name", self.name, "sglang")
         require(self.device in ("auto", "cpu", "cuda"), "engine.device", self.device, "auto, cpu or cuda")
         require(self.tensor_parallel >= 1, "engine.tensor_parallel", self.tensor_parallel, "at least 1")
+        require(self.data_parallel >= 1, "engine.data_parallel", self.data_parallel, "at least 1")
+        shared = not self.dp_attention or self.tensor_parallel % self.data_parallel == 0 and self.data_parallel > 1
+        expected = f"false, or engine.tensor_parallel a multiple of engine.data_parallel={self.data_parallel} above 1"
+        require(shared, "engine.dp_attention", self.dp_attention, expected)
         fraction = self.mem_fraction
         require(fraction is None or 0 < fraction < 1, "engine.mem_fraction", fraction, "null or a share below 1")
 
@@ -115,7 +127,7 @@ class ExtractConfig:
     prompts          extract: what data/main.py wrote
     conversations    generate: a conversation file, one JSON object a line
     out              folder to write
-    codec            bf16 | fp32: of the states on disk
+    codec            of the states on disk, see data/codecs.py: bf16 | fp32 | fp8 | fp8+bf16 | fp8+topk64
     shard_bytes      a shard is finished once it is this large
     in_flight_bytes  of states asked for and not yet in a shard; bounds memory and the spool
     retries          of a conversation whose request failed
@@ -137,7 +149,7 @@ class ExtractConfig:
 
     def __post_init__(self) -> None:
         require(self.mode in MODES, "mode", self.mode, f"one of {', '.join(MODES)}")
-        require(self.codec in CODECS, "codec", self.codec, f"one of {', '.join(CODECS)}")
+        Codec.parse(self.codec)
         require(self.shard_bytes >= 1, "shard_bytes", self.shard_bytes, "at least 1")
         require(self.in_flight_bytes >= 1, "in_flight_bytes", self.in_flight_bytes, "at least 1")
         require(self.retries >= 0, "retries", self.retries, "at least 0")

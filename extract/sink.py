@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from data.prompts import Prompt
 from data.schema import Provenance, Record
-from data.shards import ShardWriter, finished_ids
+from data.manifest import finished_ids, mark_complete
+from data.shards import ShardWriter
 from extract.capture import Captured
 from extract.client import Client, RequestFailed, RequestRefused, ServerGone
 from extract.fetch import fetch, rid_of
@@ -59,8 +60,11 @@ def extract(
     shard_bytes: int,
     in_flight_bytes: int,
     retries: int,
+    part: str | None = None,
 ) -> Extracted:
     """Captures every prompt that no finished shard holds yet, one split after the other.
+
+    part  "i/n" if these prompts are one part of n, see data/schema.py
 
     Raises ValueError if the server ends, the disk is full, or, once all others are written, some
     prompts failed. Finished shards are kept in every case, and the same call continues.
@@ -77,7 +81,9 @@ def extract(
         for split in sorted({prompt.split for prompt in prompts}):
             missing = [prompt for prompt in prompts if prompt.split == split and prompt.id not in done]
             if missing:
-                with ShardWriter(out, provenance=provenance, split=split, shard_bytes=shard_bytes) as writer:
+                with ShardWriter(
+                    out, provenance=provenance, split=split, shard_bytes=shard_bytes, part=part
+                ) as writer:
                     stream = _Stream(server, writer, extracted, progress, retries=retries)
                     asyncio.run(stream.run(missing, in_flight_bytes=in_flight_bytes))
     if extracted.failed:
@@ -86,6 +92,7 @@ def extract(
             f"{len(extracted.failed)} of {len(prompts)} prompts could not be captured: {shown}. The "
             f"{extracted.earlier + extracted.records} others are in {out}; the same command tries again"
         )
+    mark_complete(out)
     return extracted
 
 

@@ -19,7 +19,7 @@ import subprocess
 import time
 
 from data.config import stage, write_atomically
-from data.schema import Manifest
+from data.manifest import Manifest
 from launch.config import QuickstartConfig
 from launch.figure import draw, read_metrics
 

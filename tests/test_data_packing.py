@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data.packing import Piece, collate, pack, padding_batch
-from tests.records import record_of
+from tests.records import PROVENANCE, record_of
 
 
 def test_best_fit_decreasing_by_hand():
@@ -89,6 +89,6 @@ def test_a_pack_that_does_not_fit_is_refused():
 
 
 def test_padding_alone_counts_nothing():
-    batch = padding_batch(6, num_boundaries=3, hidden_size=8, dtype=torch.bfloat16)
+    batch = padding_batch(6, PROVENANCE)
     assert batch.aux.shape == (6, 24) and batch.last.shape == (6, 8) and batch.aux.dtype == torch.bfloat16
     assert not batch.loss_mask.any() and batch.cu_seqlens.tolist() == [0, 6] and batch.ids == ()

@@ -12,7 +12,8 @@ import safetensors.torch
 import torch
 
 from data.config import TargetConfig
-from data.schema import Manifest, Provenance, check_record, check_same, decode, difference, encode, safe_key
+from data.manifest import Manifest
+from data.schema import Provenance, check_record, check_same, decode, difference, encode, safe_key
 from tests.records import PROVENANCE, record_of
 
 

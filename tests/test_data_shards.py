@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,8 @@ import safetensors.torch
 import torch
 import webdataset
 
-from data.schema import Manifest
-from data.shards import ShardReader, ShardWriter, finished_ids
+from data.manifest import Manifest, finished_ids, mark_complete
+from data.shards import ShardReader, ShardWriter
 from tests.records import PROVENANCE, dataset_of, record_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -239,6 +240,41 @@ def test_a_reader_travels_to_another_process(tmp_path: Path):
     reader = ShardReader(dataset_of(tmp_path, [record_of("a")]), split="train")
     reader.read(0)
     assert pickle.load(io.BytesIO(pickle.dumps(reader))).read(0).id == "a"
+
+
+def test_a_reader_sees_shards_appear_while_they_are_written(tmp_path: Path):
+    with writer_of(tmp_path, shard_bytes=1) as writer:
+        writer.write(record_of("a", num_tokens=3))
+        reader = ShardReader(tmp_path, split="train")
+        assert (len(reader), reader.complete, reader.refresh()) == (1, False, 0)
+        writer.write(record_of("b", num_tokens=4))
+        writer.write(record_of("c", num_tokens=5))
+        writer.shard_bytes = 1 << 20
+        writer.write(record_of("d"))  # is in no finished shard yet
+        assert len(reader) == 1 and reader.refresh() == 2
+    assert [reader.read(i).id for i in range(3)] == ["a", "b", "c"] and reader.lengths.tolist() == [3, 4, 5]
+    mark_complete(tmp_path)
+    assert (reader.refresh(), reader.complete) == (1, True)
+    dataset_of(tmp_path, [record_of("e")])
+    assert (reader.refresh(), reader.complete) == (1, False)
+
+
+def test_a_dataset_that_was_replaced_while_it_was_read_is_refused(tmp_path: Path):
+    reader = ShardReader(dataset_of(tmp_path / "a", [record_of("a")]), split="train")
+    dataset_of(tmp_path / "b", [record_of("b")])
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "b").rename(tmp_path / "a")
+    with pytest.raises(ValueError, match="was written anew while it was read"):
+        reader.refresh()
+
+
+def test_a_part_is_continued_only_as_the_same_part(tmp_path: Path):
+    ShardWriter(tmp_path, provenance=PROVENANCE, split="train", shard_bytes=1, part="1/4").close()
+    assert Manifest.load(tmp_path).part == "1/4"
+    with pytest.raises(ValueError, match="is part=1/4, this run makes part=2/4"):
+        ShardWriter(tmp_path, provenance=PROVENANCE, split="train", shard_bytes=1, part="2/4")
+    with pytest.raises(ValueError, match="part=4/4: expected i/n with i = 0 .. n-1"):
+        Manifest(provenance=PROVENANCE, part="4/4")
 
 
 def test_a_reader_does_not_change_the_file(tmp_path: Path):

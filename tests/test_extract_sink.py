@@ -96,7 +96,8 @@ class StandIn:
             for rows in (slice(half, None), slice(0, half)):
                 if len(tokens[rows]) and not (how == "loses" and rows.start == 0):
                     spool.write_part(
-                        self.capturing.spool, rid, start=rows.start, rank=0, tokens=echoed[rows], states=states[rows]
+                        self.capturing.spool, rid, start=rows.start, rank=0, tokens=echoed[rows],
+                        aux=states[rows, :-1].contiguous(), last=states[rows, -1].contiguous(),
                     )
         meta = {"finish_reason": {"type": "length", "length": 0}}
         return web.json_response({"output_ids": [], "meta_info": meta})
@@ -134,7 +135,7 @@ def test_records_hold_each_prompts_states_in_the_prompts_order_whatever_order_an
             assert record.tokens.tolist() == row.tokens.tolist() and record.loss_mask.tolist() == row.loss_mask.tolist()
             assert record.aux[:, :, 0].tolist() == [[t, t + 1000] for t in row.tokens]
             assert record.last[:, 3].tolist() == [t + 2000 for t in row.tokens]
-    assert list((tmp_path / "spool").iterdir()) == []
+    assert list((tmp_path / "spool").iterdir()) == [] and reader.complete
 
 
 @pytest.mark.parametrize("how", ["fails", "drops", "cannot", "loses", "confuses", "breaks"])

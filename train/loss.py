@@ -41,6 +41,27 @@ class Teacher:
             columns.append((draft, full.logsumexp(-1), draft.logsumexp(-1), full.argmax(-1)))
         return cls(*(torch.cat(column) for column in zip(*columns, strict=True)))
 
+    @classmethod
+    @torch.no_grad()
+    def from_top_k(
+        cls, ids: Tensor, log_probs: Tensor, *, target_ids: Tensor, vocab_size: int, dtype: torch.dtype
+    ) -> Teacher:
+        """From the k most likely tokens of the target, ids [R, k] with their log_probs [R, k], the argmax first.
+
+        What they leave of the probability is spread evenly over all other tokens of the target's vocabulary.
+        dtype  of the logits, which are log-probabilities here, so that their normalizer is 0
+        """
+        others = vocab_size - ids.shape[1]
+        rest = (1 - log_probs.double().exp().sum(-1)).clamp(min=1e-9).float()  # [R]
+        draft_ids = torch.full((vocab_size,), -1, device=ids.device)
+        draft_ids[target_ids] = torch.arange(target_ids.shape[0], device=ids.device)
+        draft_ids = draft_ids[ids.long()]  # [R, k], -1 outside the draft vocabulary
+        logits = (rest / max(others, 1)).log().to(dtype)[:, None].repeat(1, target_ids.shape[0])  # [R, V]
+        known = log_probs.masked_fill(draft_ids < 0, float("-inf")).to(dtype)
+        logits.scatter_reduce_(1, draft_ids.clamp(min=0), known, "amax")
+        draft_normalizer = _wide(logits).logsumexp(-1)
+        return cls(logits, torch.zeros_like(draft_normalizer), draft_normalizer, ids[:, 0].long())
+
 
 @dataclass(frozen=True)
 class HeadLoss:

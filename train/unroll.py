@@ -84,7 +84,17 @@ def teacher_of(
     The active rows of a document run to its end, so that row p + 1 + k stands 1 + k places further on.
     Beyond a document's end another teacher stands: nothing counts there.
     """
-    teacher = make(batch.last[documents.active], target.head, target_ids=target_ids)
+    active = documents.active
+    if batch.last is None:
+        teacher = Teacher.from_top_k(
+            batch.top_ids[active],
+            batch.top_log_probs[active],
+            target_ids=target_ids,
+            vocab_size=target.vocab_size,
+            dtype=target.head.dtype,
+        )
+    else:
+        teacher = make(batch.last[active], target.head, target_ids=target_ids)
     place = torch.arange(documents.active.shape[0], device=documents.active.device)
     ahead = 1 + torch.arange(depths, device=place.device)
     return teacher, (place + ahead[:, None]).clamp(max=place.shape[0] - 1)

@@ -1,0 +1,162 @@
+"""manifest.json and the shards' indexes: what of a dataset is complete, and where each record lies."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from data.config import write_atomically
+from data.schema import Provenance
+
+SCHEMA_VERSION = 1
+FILE = "manifest.json"
+
+_INDEX_COLUMNS = ("ids", "sources", "num_tokens", "num_supervised", "offsets", "sizes")
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One finished shard, as the manifest lists it."""
+
+    name: str
+    split: str
+    samples: int
+    tokens: int
+    supervised: int
+    bytes: int
+    sha256: str
+    index_sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """manifest.json of a dataset: the only list of what is complete.
+
+    shards    in the order in which they were finished; a writer only ever adds to it
+    part      "i/n" of a dataset that n servers make, i = 0 .. n-1; None: there are no parts
+    complete  everything that was asked for is in it; False while it grows
+    """
+
+    provenance: Provenance
+    shards: tuple[ShardInfo, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+    part: str | None = None
+    complete: bool = False
+
+    def __post_init__(self) -> None:
+        if self.part is not None:
+            parse_part(self.part)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    def save(self, folder: Path | str) -> None:
+        """Complete or not at all."""
+        write_atomically(Path(folder) / FILE, self.to_json())
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Manifest:
+        """Raises ValueError if there is none, it cannot be read, or it is of another schema version."""
+        file = Path(folder) / FILE
+        try:
+            content = json.loads(file.read_text())
+            version = content["schema_version"]
+        except FileNotFoundError:
+            raise ValueError(f"{folder} has no manifest.json: run python extract/main.py out={folder}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} cannot be read ({error}): extract again") from error
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"{file} has schema version {version}, this Eyas reads {SCHEMA_VERSION}: extract again")
+        try:
+            return cls(
+                provenance=Provenance(**content["provenance"]),
+                shards=tuple(ShardInfo(**shard) for shard in content["shards"]),
+                part=content.get("part"),
+                complete=content.get("complete", False),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{file} lacks or adds a field ({error}): extract again") from error
+
+
+def parse_part(part: str) -> tuple[int, int]:
+    """"i/n" as (i, n). Raises ValueError unless 0 <= i < n."""
+    match = re.fullmatch(r"(\d+)/(\d+)", part)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f"part={part}: expected i/n with i = 0 .. n-1, like 0/4")
+    return int(match[1]), int(match[2])
+
+
+class Entry(NamedTuple):
+    """Where a record is: bytes [offset, offset + size) of its shard are its safetensors file."""
+
+    id: str
+    source: str
+    num_tokens: int
+    num_supervised: int
+    offset: int
+    size: int
+
+
+def write_index(out: Path, shard: str, entries: list[Entry]) -> str:
+    """Beside the shard of this name, complete or not at all; its sha256."""
+    content = json.dumps(dict(zip(_INDEX_COLUMNS, zip(*entries)))).encode()
+    write_atomically(out / index_name(shard), content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_index(out: Path, shard: ShardInfo) -> list[Entry]:
+    """Raises ValueError naming the file if it is missing or damaged, or the shard is not as long as it was."""
+    tar, file = out / shard.name, out / index_name(shard.name)
+    try:
+        size, content = tar.stat().st_size, file.read_bytes()
+    except FileNotFoundError as error:
+        raise ValueError(f"{error.filename} is missing, the manifest lists it: restore it, or extract again") from error
+    if size != shard.bytes:
+        raise ValueError(f"{tar} is truncated: {size} bytes, the manifest says {shard.bytes}; extract again")
+    if hashlib.sha256(content).hexdigest() != shard.index_sha256:
+        raise ValueError(f"{file} is corrupt (its sha256 changed): restore it, or extract again")
+    index = json.loads(content)
+    return [Entry(*row) for row in zip(*(index[name] for name in _INDEX_COLUMNS))]
+
+
+def index_name(shard: str) -> str:
+    return shard.removesuffix(".tar") + ".index.json"
+
+
+def finished_ids(out: Path | str) -> set[str]:
+    """Ids of all records in finished shards, of both splits; empty if there is no dataset yet."""
+    if not (Path(out) / FILE).exists():
+        return set()
+    return {entry.id for shard in Manifest.load(out).shards for entry in read_index(Path(out), shard)}
+
+
+def mark_complete(out: Path | str) -> None:
+    """Says in the manifest that everything asked for is there: who reads while it is written waits for no more."""
+    with manifest_lock(Path(out)):
+        replace(Manifest.load(out), complete=True).save(out)
+
+
+@contextmanager
+def manifest_lock(out: Path) -> Iterator[None]:
+    """Whoever reads the manifest to change it holds this meanwhile."""
+    with lock(out / ".manifest.lock", wait=True):
+        yield
+
+
+def lock(path: Path, *, wait: bool) -> IO[str]:
+    """An open file that this process alone may hold, until it is closed."""
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"another process writes to {path.parent}: wait for it, or choose another out=") from None
+    return file
