@@ -12,6 +12,7 @@ decoding to bfloat16 is exact, and encoding what was decoded changes nothing.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class Codec:
     top_k: int = 0
 
     @classmethod
+    @functools.cache
     def parse(cls, name: str) -> Codec:
         """Raises ValueError if there is no such codec."""
         aux, plus, last = name.partition("+")
@@ -134,9 +136,14 @@ def encode_fp8(states: Tensor) -> tuple[Tensor, Tensor]:
         if not largest.isfinite().all():
             raise ValueError("states that are not finite cannot be stored as fp8")
         exponent = torch.frexp(largest / _FP8_MAX).exponent.clamp(min=-126)
-        scale.copy_(torch.ldexp(torch.ones(()), exponent))
-        value.copy_(part * torch.ldexp(torch.ones(()), -exponent)[..., None])
+        scale.copy_(_power_of_two(exponent))
+        value.copy_(part * _power_of_two(-exponent)[..., None])
     return values, scales
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """int32 in -126 .. 127 -> float32, exactly: its bits are the exponent's alone."""
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def decode_fp8(values: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:

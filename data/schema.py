@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import struct
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ SPLITS = ("train", "validation")
 _SAFETENSORS_NAMES = {
     torch.int32: "I32", torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
 _ALIGNMENT = 64  # bytes, of the tensors within a file
 
 
@@ -165,30 +165,21 @@ def safe_key(id: str) -> str:
 
 def check_record(record: Record, provenance: Provenance) -> None:
     """Raises ValueError if shapes or ids of `record` do not fit the dataset it is meant for."""
-    T, A, H = record.num_tokens, len(provenance.boundaries), provenance.hidden_size
-    k = Codec.parse(provenance.codec).top_k
-    expected = {
-        "tokens": (T,), "loss_mask": (T,), "aux": (T, A, H), "aux_scale": (T, A), "last": (T, H), "last_scale": (T,),
-        "top_ids": (T, k), "top_log_probs": (T, k), "log_normalizer": (T,),
-    }  # fmt: skip
-    columns = {"tokens": record.tokens, "loss_mask": record.loss_mask, **record.states()}
-    for name, column in columns.items():
-        found, shape = tuple(column.shape), expected[name]
-        if found != shape or T == 0:
-            raise ValueError(f"record {record.id}: {name} has shape {list(found)}, expected {list(shape)}, T > 0")
+    for name, (_, shape) in stored_columns(provenance).items():
+        column, expected = getattr(record, name), (record.num_tokens, *shape)
+        if column is not None and (tuple(column.shape) != expected or record.num_tokens == 0):
+            found = list(column.shape)
+            raise ValueError(f"record {record.id}: {name} has shape {found}, expected {list(expected)}, T > 0")
     if record.split not in SPLITS:
         raise ValueError(f"record {record.id}: split {record.split!r}, expected {' or '.join(SPLITS)}")
 
 
-def check_stored(record: Record, provenance: Provenance) -> None:
-    """`check_record` of what a shard holds: raises ValueError also if its columns are not those of the codec."""
-    check_record(record, provenance)
-    codec = Codec.parse(provenance.codec)
-    columns = codec.columns(num_boundaries=len(provenance.boundaries), hidden_size=provenance.hidden_size)
-    expected = {name: dtype for name, (dtype, _) in columns.items()}
-    found = {name: column.dtype for name, column in record.states().items()}
-    if found != expected:
-        raise ValueError(f"columns {found}, codec {codec.name} has {expected}")
+def stored_columns(provenance: Provenance) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Every column of a dataset's records on disk: dtype, and shape for one token."""
+    states = Codec.parse(provenance.codec).columns(
+        num_boundaries=len(provenance.boundaries), hidden_size=provenance.hidden_size
+    )
+    return {"tokens": (torch.int32, ()), "loss_mask": (torch.uint8, ()), **states}
 
 
 def stored(record: Record, codec: Codec) -> Record:
@@ -239,24 +230,31 @@ def encode(record: Record, codec: str) -> tuple[bytes, list[Tensor]]:
     return struct.pack("<Q", len(text)) + text, [tensor.detach().cpu().contiguous() for tensor in columns.values()]
 
 
-def decode(buffer: Any, *, offset: int, size: int) -> dict[str, Tensor | None]:
-    """Columns of the safetensors file at buffer[offset : offset + size], sharing the buffer's memory.
+def decode(
+    buffer: Any, *, offset: int, size: int, columns: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> dict[str, Tensor | None]:
+    """The safetensors file at buffer[offset : offset + size] as columns that share the buffer's memory.
 
-    `last` is None where there is none. Raises ValueError, KeyError or struct.error if it is damaged: the caller
-    knows the file's name.
+    columns  that must be in it, from `stored_columns`
+    `last` is None where it is none of them. Raises ValueError, KeyError, TypeError or struct.error if the file is
+    damaged or holds other columns: the caller knows its name.
     """
     (length,) = struct.unpack_from("<Q", buffer, offset)
     if length + 8 > size:
         raise ValueError(f"header of {length} bytes in a record of {size}")
     header = json.loads(bytes(buffer[offset + 8 : offset + 8 + length]))
+    if header.keys() != columns.keys():
+        raise ValueError(f"columns {', '.join(header)}; expected {', '.join(columns)}")
     start = offset + 8 + length
-    columns: dict[str, Tensor | None] = {"last": None}
-    for name in ("tokens", "loss_mask", "aux", *(name for name in STATE_COLUMNS[1:] if name in header)):
-        column = header[name]
+    num_tokens = header["tokens"]["shape"][0]
+    found: dict[str, Tensor | None] = {"last": None}
+    for name, (dtype, shape) in columns.items():
+        column, expected = header[name], [num_tokens, *shape]
+        if (column["dtype"], column["shape"]) != (_SAFETENSORS_NAMES[dtype], expected):
+            raise ValueError(f"{name} is {column['dtype']} {column['shape']}, expected {dtype} {expected}")
         begin, end = column["data_offsets"]
-        dtype = _DTYPES[column["dtype"]]
-        count = (end - begin) // dtype.itemsize
-        if start + end > offset + size:
+        count = math.prod(expected)
+        if start + end > offset + size or begin + count * dtype.itemsize != end or count == 0:
             raise ValueError(f"{name} ends after the record")
-        columns[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start + begin).view(column["shape"])
-    return columns
+        found[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start + begin).view(expected)
+    return found

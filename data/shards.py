@@ -15,7 +15,9 @@ import os
 import struct
 import tarfile
 import threading
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -40,14 +42,14 @@ from data.schema import (
     Record,
     check_record,
     check_same,
-    check_stored,
     decode,
     encode,
     safe_key,
+    stored_columns,
 )
 
 _TAR_BLOCK = 512
-_HASH_BYTES = 1 << 20  # hashed at a time: it stays in the processor's cache
+_BEHIND_BYTES = 1 << 28  # written and not yet hashed, at most
 _FLUSH_BYTES = 1 << 28  # after so many the disk is told to write, so that it has little left at the shard's end
 
 
@@ -94,7 +96,10 @@ class ShardWriter:
         self.close() if kind is None else self.abandon()
 
     def write(self, record: Record) -> None:
-        """Adds one record to the shard at hand, and finishes the shard if it is large enough."""
+        """Adds one record to the shard at hand, and finishes the shard if it is large enough.
+
+        The record's memory may still be hashed after that: do not change it.
+        """
         check_record(record, self.provenance)
         if record.split != self.split:
             raise ValueError(f"record {record.id} is of split {record.split}, this writer's is {self.split}")
@@ -133,7 +138,8 @@ class ShardWriter:
     def abandon(self) -> None:
         """Removes the unfinished shard; finished ones stay."""
         if self._file is not None:
-            self._digest.stop()
+            self._digest.result()
+            self._flusher.shutdown()
             self._file.close()
             self._file = None
             self._temporary.unlink(missing_ok=True)
@@ -158,25 +164,32 @@ class ShardWriter:
         self._name = f"{self.split}-{number:06d}.tar"
         self._temporary = self.out / f".{self._name}.tmp"
         self._file = self._temporary.open("wb", buffering=0)
-        self._digest = _Digest(self._temporary)
+        self._digest, self._flusher = _Digest(), ThreadPoolExecutor(1)
+        self._flushed: Future | None = None
         self._written, self._entries = 0, []
 
     def _append(self, chunks: list[memoryview]) -> None:
         chunks = [chunk for chunk in chunks if chunk.nbytes]
+        self._digest.add(list(chunks))
+        before = self._written
         while chunks:
             count = os.writev(self._file.fileno(), chunks)  # may be less than all of it
             self._written += count
-            self._digest.follow(self._written)
             while chunks and count >= chunks[0].nbytes:
                 count -= chunks.pop(0).nbytes
             if count:
                 chunks[0] = chunks[0][count:]
+        if before // _FLUSH_BYTES < self._written // _FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
+            self._flushed = self._flusher.submit(os.fdatasync, self._file.fileno())
 
     def _finish(self) -> None:
         """End of archive, to the disk, index, final name, manifest: in this order."""
         try:
             self._append([memoryview(bytes(2 * _TAR_BLOCK))])
             sha256 = self._digest.result()
+            self._flusher.shutdown()
+            if self._flushed is not None:
+                self._flushed.result()
             os.fsync(self._file.fileno())
             index_sha256 = write_index(self.out, self._name, self._entries)
             self._file.close()
@@ -210,54 +223,42 @@ class ShardWriter:
 
 
 class _Digest(threading.Thread):
-    """sha256 of a file that grows: hashed behind the writer, on a thread of its own, from what is in the file."""
+    """sha256 of what is written, behind the writer on a thread of its own: hashing does not hold the interpreter."""
 
-    def __init__(self, file: Path) -> None:
-        super().__init__(name=f"sha256 of {file.name}", daemon=True)
-        self._path, self._sha256, self._error = file, hashlib.sha256(), None
-        self._size, self._ended, self._changed = 0, False, threading.Condition()
+    def __init__(self) -> None:
+        super().__init__(name="sha256", daemon=True)
+        self._sha256, self._pending, self._bytes = hashlib.sha256(), deque[list[memoryview]](), 0
+        self._ended, self._changed = False, threading.Condition()
         self.start()
 
-    def follow(self, size: int) -> None:
-        """The file has `size` bytes by now."""
+    def add(self, chunks: list[memoryview]) -> None:
+        """Their memory must stay as it is. Waits while _BEHIND_BYTES or more are not hashed yet."""
         with self._changed:
-            self._size = size
-            self._changed.notify()
+            self._changed.wait_for(lambda: self._bytes < _BEHIND_BYTES)
+            self._pending.append(chunks)
+            self._bytes += sum(chunk.nbytes for chunk in chunks)
+            self._changed.notify_all()
 
     def result(self) -> str:
-        """Of all that is in the file; it must not grow after that. Raises OSError if it could not be read or flushed."""
-        self._end(self._size)
-        if self._error is not None:
-            raise self._error
+        """Of all that was added; nothing can be after that."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self.join()
         return self._sha256.hexdigest()
 
-    def stop(self) -> None:
-        """Whatever was hashed is not wanted."""
-        self._end(0)
-
-    def _end(self, size: int) -> None:
-        with self._changed:
-            self._size, self._ended = size, True
-            self._changed.notify()
-        self.join()
-
     def run(self) -> None:
-        done, buffer = 0, memoryview(bytearray(_HASH_BYTES))
-        try:
-            with self._path.open("rb", buffering=0) as file:
-                while True:
-                    with self._changed:
-                        self._changed.wait_for(lambda: self._ended or self._size > done)
-                        size = self._size
-                    if done >= size:
-                        return
-                    count = file.readinto(buffer[: min(size - done, _HASH_BYTES)])
-                    self._sha256.update(buffer[:count])
-                    if done // _FLUSH_BYTES < (done + count) // _FLUSH_BYTES:
-                        os.fdatasync(file.fileno())
-                    done += count
-        except OSError as error:
-            self._error = error
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self._pending)
+                if not self._pending:
+                    return
+                chunks = self._pending.popleft()
+            for chunk in chunks:
+                self._sha256.update(chunk)
+            with self._changed:
+                self._bytes -= sum(chunk.nbytes for chunk in chunks)
+                self._changed.notify_all()
 
 
 class Shard:
@@ -266,6 +267,7 @@ class Shard:
     def __init__(self, folder: Path, info: ShardInfo, provenance: Provenance) -> None:
         self.folder, self.info, self.provenance = folder, info, provenance
         self.entries = read_index(folder, info)
+        self._columns = stored_columns(provenance)
         self._map: mmap.mmap | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -279,12 +281,11 @@ class Shard:
                 # a private copy-on-write map: torch takes it as writable, the file stays as it is
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         try:
-            columns = decode(self._map, offset=entry.offset, size=entry.size)
+            columns = decode(self._map, offset=entry.offset, size=entry.size, columns=self._columns)
             record = Record(id=entry.id, source=entry.source, split=self.info.split, **columns)
-            check_stored(record, self.provenance)
             if record.num_tokens != entry.num_tokens:
                 raise ValueError(f"{record.num_tokens} tokens, the index says {entry.num_tokens}")
-        except (ValueError, KeyError, TypeError, RuntimeError, struct.error) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, struct.error) as error:
             file = self.folder / self.info.name
             raise ValueError(f"{file} is corrupt at record {entry.id} ({error}): extract again") from error
         return record

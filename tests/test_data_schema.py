@@ -13,7 +13,7 @@ import torch
 
 from data.config import TargetConfig
 from data.manifest import Manifest
-from data.schema import Provenance, check_record, check_same, decode, difference, encode, safe_key
+from data.schema import Provenance, check_record, check_same, decode, difference, encode, safe_key, stored_columns
 from tests.records import PROVENANCE, record_of
 
 
@@ -45,7 +45,7 @@ def test_bf16_rounds_to_nearest_even():
 
 def test_decoding_shares_memory_with_the_buffer():
     content = bytearray(b"x" * 512 + bytes_of(record_of("a"), "bf16"))
-    columns = decode(content, offset=512, size=len(content) - 512)
+    columns = decode(content, offset=512, size=len(content) - 512, columns=stored_columns(PROVENANCE))
     content[-1] ^= 1  # loss_mask is the last column
     assert columns["loss_mask"][-1] == record_of("a").loss_mask[-1].item() ^ 1
 
@@ -53,7 +53,7 @@ def test_decoding_shares_memory_with_the_buffer():
 def test_a_record_that_claims_more_than_there_is_does_not_decode():
     content = bytes_of(record_of("a"), "bf16")
     with pytest.raises(ValueError, match="ends after the record"):
-        decode(bytearray(content), offset=0, size=len(content) - 1)
+        decode(bytearray(content), offset=0, size=len(content) - 1, columns=stored_columns(PROVENANCE))
 
 
 @pytest.mark.parametrize("id", ["mt_bench-0", "a.b", "a/b", "../../etc", "", "ü", "x" * 300, "two words"])
