@@ -56,7 +56,8 @@ class Teacher:
         draft_ids = torch.full((vocab_size,), -1, device=ids.device)
         draft_ids[target_ids] = torch.arange(target_ids.shape[0], device=ids.device)
         draft_ids = draft_ids[ids.long()]  # [R, k], -1 outside the draft vocabulary
-        logits = (rest / max(others, 1)).log().to(dtype)[:, None].repeat(1, target_ids.shape[0])  # [R, V]
+        each = (rest / max(others, 1)).log().minimum(log_probs[:, -1])  # none is likelier than the last that was kept
+        logits = each.to(dtype)[:, None].repeat(1, target_ids.shape[0])  # [R, V]
         known = log_probs.masked_fill(draft_ids < 0, float("-inf")).to(dtype)
         logits.scatter_reduce_(1, draft_ids.clamp(min=0), known, "amax")
         draft_normalizer = _wide(logits).logsumexp(-1)
