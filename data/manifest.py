@@ -144,6 +144,18 @@ def mark_complete(out: Path | str) -> None:
         replace(Manifest.load(out), complete=True).save(out)
 
 
+def remove_shards(out: Path | str, names: set[str]) -> None:
+    """Takes shards out of a dataset, which is not complete then; their records can be captured again."""
+    out = Path(out)
+    with manifest_lock(out):
+        manifest = Manifest.load(out)
+        kept = tuple(shard for shard in manifest.shards if shard.name not in names)
+        replace(manifest, shards=kept, complete=False).save(out)
+        for name in names:
+            (out / name).unlink(missing_ok=True)
+            (out / index_name(name)).unlink(missing_ok=True)
+
+
 @contextmanager
 def manifest_lock(out: Path) -> Iterator[None]:
     """Whoever reads the manifest to change it holds this meanwhile."""

@@ -12,6 +12,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import struct
 import tarfile
 import threading
@@ -160,8 +161,9 @@ class ShardWriter:
     def _open(self) -> None:
         if self._file is not None:
             return
-        number = sum(shard.split == self.split for shard in Manifest.load(self.out).shards)
-        self._name = f"{self.split}-{number:06d}.tar"
+        names = [shard.name for shard in Manifest.load(self.out).shards if shard.split == self.split]
+        numbers = [int(re.search(r"(\d+)\.tar$", name)[1]) for name in names]  # a bad shard may have been taken out
+        self._name = f"{self.split}-{max(numbers, default=-1) + 1:06d}.tar"
         self._temporary = self.out / f".{self._name}.tmp"
         self._file = self._temporary.open("wb", buffering=0)
         self._digest, self._flusher = _Digest(), ThreadPoolExecutor(1)

@@ -1,0 +1,230 @@
+"""Proves a dataset: all that its manifest lists is there, whole, once, and every number is finite.
+
+python launch/verify.py shards=DIR
+"""
+
+import sys, pathlib  # noqa: E401
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import hashlib  # noqa: E402
+import json  # noqa: E402
+import math  # noqa: E402
+import tarfile  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from dataclasses import dataclass, field  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from data.config import TargetConfig, stage  # noqa: E402
+from data.embedded import ensure_target  # noqa: E402
+from data.manifest import Manifest, index_name, remove_shards  # noqa: E402
+from data.schema import SPLITS, Provenance, Record, check_same, safe_key  # noqa: E402
+from data.shards import Shard  # noqa: E402
+
+CHUNK_BYTES = 1 << 22  # of a shard, hashed at a time
+
+
+@dataclass
+class VerifyConfig:
+    """What is to be proved. YAML: conf/verify.yaml.
+
+    shards      folder with a manifest.json
+    target      that it must have been captured from; null: whichever the manifest names
+    remove_bad  take bad shards out of the dataset: the command that made it captures their records again
+    """
+
+    shards: str
+    out: str
+    remove_bad: bool
+    target: TargetConfig | None
+
+
+@dataclass
+class Verified:
+    """What a dataset holds, and what is wrong with it: file name -> problems, each in words."""
+
+    shards: int = 0
+    records: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    bytes: int = 0
+    complete: bool = False
+    problems: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, file: str, problem: str) -> None:
+        self.problems.setdefault(file, []).append(problem)
+
+    def words(self) -> str:
+        return "; ".join(f"{file}: {found[0]}" for file, found in list(self.problems.items())[:3])
+
+
+@stage("verify")
+def main(config: VerifyConfig) -> dict:
+    path = Path(config.shards)
+    provenance = Manifest.load(path).provenance
+    if config.target is not None:
+        expected = Provenance.of_target(
+            ensure_target(config.target),
+            name=config.target.name,
+            boundaries=config.target.boundaries,
+            codec=provenance.codec,
+            engine=provenance.engine,
+            engine_version=provenance.engine_version,
+        )
+        check_same(provenance, expected, where=str(path))
+    found = verify(path, progress=True)
+    for file, problems in found.problems.items():
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        print(f"  BAD {file}: {problems[0]}{more}")
+    if found.problems:
+        cure = "remove_bad=true takes bad shards out"
+        if config.remove_bad:
+            remove_shards(path, set(found.problems))
+            cure = "they were taken out"
+        raise ValueError(
+            f"{path}: {len(found.problems)} bad file(s) beside {found.records} records that hold: {found.words()}; "
+            f"{cure}, and the command that made the dataset captures their records again"
+        )
+    return {
+        "shards": found.shards,
+        "records": found.records,
+        "tokens": found.tokens,
+        "supervised_tokens": found.supervised,
+        "bytes": found.bytes,
+        "codec": provenance.codec,
+        "complete": found.complete,
+        "line": f"{found.records} records, {found.tokens} tokens, {found.bytes / 1e9:.2f} GB in {found.shards} shards of "
+        f"{path} ({provenance.target}, {provenance.codec}) hold" + ("" if found.complete else "; it is not complete"),
+    }
+
+
+def verify(path: Path | str, *, progress: bool = False) -> Verified:
+    """Reads every byte of a dataset. Counts are those of the records in which nothing is wrong.
+
+    Checked for each shard: size, sha256, index; the members of the tar against the index; shapes and dtypes against
+    codec and provenance; token ids within the vocabulary; masks; finite states; counts against the manifest. For the
+    whole: an id in one record only, nothing temporary and nothing unlisted left.
+    Raises ValueError if there is no manifest that can be read.
+    """
+    path, manifest = Path(path), Manifest.load(path)
+    found, seen = Verified(complete=manifest.complete), {}
+    size = sum(shard.bytes for shard in manifest.shards)
+    with tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=not progress) as bar:
+        for info in manifest.shards:
+            try:
+                shard = Shard(path, info, manifest.provenance)
+            except ValueError as error:
+                found.add(info.name, str(error))
+                bar.update(info.bytes)
+                continue
+            with ThreadPoolExecutor(1) as thread:  # hashing does not hold the interpreter
+                digest = thread.submit(_sha256, path / info.name, bar)
+                _check_members(path / info.name, shard, found)
+                _check_records(shard, found, seen)
+                if digest.result() != info.sha256:
+                    found.add(info.name, "its sha256 is not the manifest's: bytes changed on the disk")
+            found.shards += info.name not in found.problems
+            found.bytes += info.bytes
+    _check_leftovers(path, manifest, found)
+    return found
+
+
+def _sha256(file: Path, bar: tqdm) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
+    with file.open("rb", buffering=0) as content:
+        while count := content.readinto(buffer):
+            digest.update(buffer[:count])
+            bar.update(count)
+    return digest.hexdigest()
+
+
+def _check_members(file: Path, shard: Shard, found: Verified) -> None:
+    """What plain tar and WebDataset see is what the index says."""
+    keys = [safe_key(entry.id) for entry in shard.entries]
+    expected = [f"{key}.{end}" for key in keys for end in ("json", "safetensors")]
+    try:
+        with tarfile.open(file, "r:") as tar:
+            members = tar.getmembers()
+            if [member.name for member in members] != expected:
+                found.add(file.name, f"{len(members)} members, not the {len(expected)} of the index in its order")
+                return
+            for entry, about, states in zip(shard.entries, members[::2], members[1::2]):
+                said = json.loads(tar.extractfile(about).read())
+                if (states.offset_data, states.size) != (entry.offset, entry.size):
+                    found.add(file.name, f"record {entry.id} is not where the index says")
+                if [said[name] for name in ("id", "source", "num_tokens", "num_supervised")] != list(entry[:4]):
+                    found.add(file.name, f"record {entry.id}: its json differs from the index")
+    except (tarfile.TarError, ValueError, KeyError, TypeError, OSError) as error:
+        found.add(file.name, f"plain tar cannot read it: {error}")
+
+
+def _check_records(shard: Shard, found: Verified, seen: dict[str, str]) -> None:
+    """seen: id -> shard of every record so far."""
+    info = shard.info
+    tokens = supervised = 0
+    for i, entry in enumerate(shard.entries):
+        if entry.id in seen:
+            found.add(info.name, f"record {entry.id} is also in {seen[entry.id]}")
+        seen[entry.id] = info.name
+        tokens, supervised = tokens + entry.num_tokens, supervised + entry.num_supervised
+        try:
+            problem = _problem(shard.read(i), shard.provenance, num_supervised=entry.num_supervised)
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            found.add(info.name, f"record {entry.id}: {problem}")
+            continue
+        found.records, found.tokens = found.records + 1, found.tokens + entry.num_tokens
+        found.supervised += entry.num_supervised
+    if (len(shard.entries), tokens, supervised) != (info.samples, info.tokens, info.supervised):
+        found.add(
+            info.name,
+            f"holds {len(shard.entries)} records, {tokens} tokens, {supervised} supervised; the manifest says "
+            f"{info.samples}, {info.tokens}, {info.supervised}",
+        )
+
+
+def _problem(record: Record, provenance: Provenance, *, num_supervised: int) -> str | None:
+    """What is wrong with the numbers of a record, in words."""
+    for name, column in record.states().items():
+        if not _is_finite(column):
+            return f"{name} holds values that are not finite"
+        if name.endswith("_scale") and not (column > 0).all():
+            return f"{name} holds scales that are not positive"
+    for name, ids in (("tokens", record.tokens), ("top_ids", record.top_ids)):
+        if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < provenance.vocab_size:
+            return f"{name} lie in {int(ids.min())} .. {int(ids.max())}, the vocabulary has {provenance.vocab_size}"
+    if int(record.loss_mask.max()) > 1 or int(record.loss_mask.sum()) != num_supervised:
+        return f"loss_mask is not {num_supervised} ones among zeros"
+    if record.top_log_probs is not None:
+        rises = (record.top_log_probs.diff(dim=-1) > 0).any()
+        mass = float(record.top_log_probs.double().exp().sum(-1).max())
+        if rises or mass > 1 + 1e-4:
+            return f"top_log_probs are no log-probabilities in falling order (their sum reaches {mass:.4f})"
+    return None
+
+
+def _is_finite(column: Tensor) -> bool:
+    if column.dtype == torch.float8_e4m3fn:
+        return not ((column.view(torch.uint8) & 0x7F) == 0x7F).any()
+    if not column.is_floating_point():
+        return True
+    low, high = torch.aminmax(column)  # both are nan if one value is
+    return math.isfinite(low) and math.isfinite(high)
+
+
+def _check_leftovers(path: Path, manifest: Manifest, found: Verified) -> None:
+    listed = {name for shard in manifest.shards for name in (shard.name, index_name(shard.name))}
+    for file in sorted(path.iterdir()):
+        if file.name.startswith(".") and file.name.endswith(".tmp"):
+            found.add(file.name, "a temporary file that a killed run left: the command that made the dataset removes it")
+        elif file.name.startswith(SPLITS) and file.suffix in (".tar", ".json") and file.name not in listed:
+            found.add(file.name, "is not in the manifest: a killed run left it, the same command writes it again")
+
+
+if __name__ == "__main__":
+    main()

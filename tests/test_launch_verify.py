@@ -1,0 +1,205 @@
+"""A dataset is proved or the bad shard named: every kind of damage, made by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.codecs import TeacherHead
+from data.manifest import Manifest, index_name, mark_complete
+from data.shards import ShardReader, ShardWriter
+from launch.verify import verify
+from tests.records import PROVENANCE, dataset_of, record_of
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Six records in three shards, and one of the validation split."""
+    folder = dataset_of(tmp_path / "shards", [record_of(f"id/{i}", num_tokens=4 + i) for i in range(6)], shard_bytes=5000)
+    with ShardWriter(folder, provenance=PROVENANCE, split="validation", shard_bytes=1) as writer:
+        writer.write(record_of("v", num_tokens=3, split="validation"))
+    return folder
+
+
+def bad(folder: Path) -> dict[str, str]:
+    """Bad file -> its first problem."""
+    return {file: problems[0] for file, problems in verify(folder).problems.items()}
+
+
+def flip(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 0x41
+    file.write_bytes(content)
+
+
+def relist(folder: Path, name: str, **changes) -> None:
+    """The manifest's line of a shard, changed."""
+    manifest = Manifest.load(folder)
+    shards = tuple(replace(shard, **changes) if shard.name == name else shard for shard in manifest.shards)
+    replace(manifest, shards=shards).save(folder)
+
+
+def digests(folder: Path, name: str) -> dict[str, str]:
+    """What sha256sum says, so that only the other checks are left to find a fault."""
+    output = subprocess.run(["sha256sum", folder / name], capture_output=True, text=True, check=True).stdout
+    return {"sha256": output.split()[0]}
+
+
+def test_a_whole_dataset_is_counted(shards: Path):
+    found = verify(shards)
+    assert found.problems == {} and not found.complete
+    assert (found.shards, found.records, found.tokens) == (4, 7, sum(range(4, 10)) + 3)
+    assert found.supervised == 2 + 2 + 3 + 3 + 4 + 4 + 1
+    assert found.bytes == sum(file.stat().st_size for file in shards.glob("*.tar"))
+    mark_complete(shards)
+    assert verify(shards).complete
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp8", "fp8+topk4"])
+def test_every_codec_is_checked(tmp_path: Path, codec: str):
+    head = TeacherHead(torch.randn(512, 8), device="cpu")
+    records = [replace(record := record_of(f"{i}"), **head.top_k(record.last, 4)) for i in range(3)]
+    dataset_of(tmp_path, records, codec=codec)
+    assert verify(tmp_path).problems == {} and verify(tmp_path).records == 3
+
+
+def test_a_flipped_bit_anywhere_in_a_shard_is_found(shards: Path):
+    """In a header, a state, the padding, and the end of the archive."""
+    name = "train-000001.tar"
+    content = (shards / name).read_bytes()
+    for position in (0, 600, 1100, len(content) // 2, len(content) - 1):
+        flip(shards / name, position)
+        assert set(bad(shards)) == {name}
+        (shards / name).write_bytes(content)
+    assert bad(shards) == {}
+
+
+def test_a_state_that_is_not_finite_is_found_even_where_the_checksum_fits(tmp_path: Path):
+    for value in (float("nan"), float("inf"), -float("inf")):
+        record = record_of("b")
+        record.aux[2, 1, 3] = value
+        folder = dataset_of(tmp_path / str(value), [record_of("a"), record])
+        assert bad(folder) == {"train-000000.tar": "record b: aux holds values that are not finite"}
+        assert verify(folder).records == 1
+
+
+def test_a_nan_among_e4m3_is_found(tmp_path: Path):
+    folder = dataset_of(tmp_path, [record_of("a")], codec="fp8")
+    record = ShardReader(folder, split="train").read(0)
+    position = (folder / "train-000000.tar").read_bytes().index(record.aux.view(torch.uint8).numpy().tobytes())
+    content = bytearray((folder / "train-000000.tar").read_bytes())
+    content[position + 7] = 0xFF
+    (folder / "train-000000.tar").write_bytes(content)
+    relist(folder, "train-000000.tar", **digests(folder, "train-000000.tar"))
+    assert bad(folder) == {"train-000000.tar": "record a: aux holds values that are not finite"}
+
+
+@pytest.mark.parametrize("token", [512, -1])
+def test_a_token_outside_the_vocabulary_is_found(tmp_path: Path, token: int):
+    record = record_of("a")
+    record.tokens[1] = token
+    assert "the vocabulary has 512" in bad(dataset_of(tmp_path, [record]))["train-000000.tar"]
+
+
+def test_probabilities_that_are_none_are_found(tmp_path: Path):
+    record = record_of("a")
+    top = TeacherHead(torch.randn(512, 8), device="cpu").top_k(record.last, 4)
+    for name, log_probs in (("falling", top["top_log_probs"].flip(1)), ("sum", torch.zeros(5, 4))):
+        folder = dataset_of(tmp_path / name, [replace(record, **{**top, "top_log_probs": log_probs})], codec="fp8+topk4")
+        assert "no log-probabilities in falling order" in bad(folder)["train-000000.tar"]
+
+
+def test_an_id_in_two_shards_is_found(shards: Path):
+    name = "train-000000.tar"
+    for file in (name, index_name(name)):
+        shutil.copy(shards / file, shards / file.replace("000000", "000003"))
+    manifest = Manifest.load(shards)
+    copy = replace(manifest.shards[0], name="train-000003.tar")
+    replace(manifest, shards=(*manifest.shards, copy)).save(shards)
+    assert bad(shards) == {"train-000003.tar": "record id/0 is also in train-000000.tar"}
+
+
+@pytest.mark.parametrize("file", ["train-000001.tar", "train-000001.index.json"])
+def test_a_missing_or_damaged_file_is_named_and_the_others_are_still_checked(shards: Path, file: str):
+    (shards / file).unlink()
+    flip(shards / "train-000002.tar", 700)
+    found = bad(shards)
+    assert set(found) == {"train-000001.tar", "train-000002.tar"} and "is missing" in found["train-000001.tar"]
+
+
+def test_a_shard_that_is_cut_short_is_named(shards: Path):
+    os.truncate(shards / "train-000000.tar", 3000)
+    assert "is truncated: 3000 bytes" in bad(shards)["train-000000.tar"]
+
+
+@pytest.mark.parametrize("field", ["samples", "tokens", "supervised"])
+def test_counts_that_differ_from_the_manifests_are_found(shards: Path, field: str):
+    relist(shards, "train-000001.tar", **{field: 1})
+    assert "the manifest says" in bad(shards)["train-000001.tar"]
+
+
+def test_an_index_that_names_other_records_is_found(shards: Path):
+    name = "train-000000.tar"
+    file = shards / index_name(name)
+    index = json.loads(file.read_text())
+    index["ids"][0] = "another"
+    file.write_text(json.dumps(index))
+    relist(shards, name, index_sha256=digests(shards, file.name)["sha256"])
+    assert "not the 4 of the index in its order" in bad(shards)[name]
+
+
+@pytest.mark.parametrize("name", [".train-000003.tar.tmp", ".manifest.json.17.tmp", "train-000009.tar"])
+def test_what_a_killed_run_left_is_named(shards: Path, name: str):
+    (shards / name).write_bytes(b"x")
+    assert set(bad(shards)) == {name}
+
+
+def test_the_same_command_clears_what_a_killed_run_left(shards: Path):
+    for name in (".train-000003.tar.tmp", ".train-000003.index.json.17.tmp", ".manifest.json.17.tmp"):
+        (shards / name).write_bytes(b"x")
+    dataset_of(shards, [])
+    assert bad(shards) == {}
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, ROOT / "launch" / "verify.py", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_command_says_which_shard_is_bad_and_fails(shards: Path):
+    good = command(f"shards={shards}")
+    assert good.returncode == 0, good.stderr
+    assert "verify: 7 records, 42 tokens" in good.stdout and "(toy, bf16) hold; it is not complete" in good.stdout
+    assert json.loads((shards.parent / "shards-verified" / "summary.json").read_text())["records"] == 7
+
+    flip(shards / "train-000001.tar", 1500)
+    broken = command(f"shards={shards}")
+    assert broken.returncode != 0
+    assert "BAD train-000001.tar: " in broken.stdout and "train-000002" not in broken.stdout
+    assert "1 bad file(s) beside" in broken.stderr and "Traceback" not in broken.stderr
+    assert "verify: 100%" in broken.stderr
+
+
+
+
+def test_bad_shards_can_be_taken_out_and_their_records_written_again(shards: Path):
+    flip(shards / "train-000001.tar", 1500)
+    lost = [entry.id for entry in ShardReader(shards, split="train").shards[1].entries]
+    assert command(f"shards={shards}", "remove_bad=true").returncode != 0
+    assert bad(shards) == {} and not (shards / "train-000001.tar").exists()
+    dataset_of(shards, [record_of(id, num_tokens=4 + int(id[-1])) for id in lost])
+    assert bad(shards) == {} and verify(shards).records == 7
+    assert [shard.name for shard in Manifest.load(shards).shards if shard.split == "train"] == [
+        "train-000000.tar", "train-000002.tar", "train-000003.tar",
+    ]  # fmt: skip
