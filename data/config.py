@@ -31,6 +31,11 @@ from omegaconf.errors import (
 
 Config = TypeVar("Config")
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "launch"))  # where Hydra finds hydra_plugins/, the launcher of sweeps
+
+FAILED_JOBS: dict[str, str] = {}  # folder of a sweep's job -> what became of it; the launcher adds to them
+
 TARGET_SOURCES = ("smollm2", "tiny_llama", "tiny_qwen3", "tiny_deepseek")
 WEIGHT_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -126,7 +131,7 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
     def decorate(function: Callable[[Any], dict]) -> Callable[[], None]:
         config_class = next(iter(typing.get_type_hints(function).values()))
         rank = int(os.environ.get("RANK", "0"))
-        config_folder = Path(__file__).resolve().parent.parent / "conf"
+        config_folder = ROOT / "conf"
 
         # not functools.wraps: Hydra would unwrap it and look for the YAML beside the stage's file
         def job(cfg: DictConfig) -> None:
@@ -140,6 +145,8 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
             except (ValueError, OSError) as error:
                 _stop(error, config_class)
 
+        job.config_class = config_class  # for the launcher of a sweep, which checks every job before it starts one
+
         @functools.wraps(function)
         def main() -> None:
             overrides = [f"hydra.job.name={config_name}"]
@@ -152,6 +159,8 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
                     hydra.main(version_base=None, config_path=str(config_folder), config_name=config_name)(job)()
             except (HydraException, OmegaConfBaseException, OSError) as error:  # nothing has started yet
                 _stop(error, config_class)
+            finally:
+                _report_failed_jobs()
 
         return main
 
@@ -211,6 +220,16 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise ValueError(f"cannot write {path}: {error.strerror}; free some space or choose another out=") from error
+
+
+def _report_failed_jobs() -> None:
+    """Ends a sweep of which some jobs failed: a line for each of them, exit status 2."""
+    for failure in FAILED_JOBS.values():
+        print(f"failed: {failure}", file=sys.stderr)
+    if FAILED_JOBS:
+        print(f"error: {len(FAILED_JOBS)} jobs failed, see above; the same command runs them again, and only them",
+              file=sys.stderr, flush=True)  # fmt: skip
+        sys.exit(2)
 
 
 def _stop(error: Exception, config_class: type) -> None:

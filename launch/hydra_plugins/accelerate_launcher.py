@@ -1,0 +1,211 @@
+"""Hydra's launcher for sweeps: one `accelerate launch` per job, here or on a cluster.
+
+    python train/main.py -m optim.lr=1e-4,3e-4 drafter.depths=4,7 target=... shards=SHARDS out=SWEEP
+
+Jobs in Hydra's own process cannot do: a second DeepSpeed engine, another precision or another number of processes
+needs a process of its own. Found by its place alone: data/config.py puts launch/ on Python's path.
+"""
+
+# No "from __future__ import annotations" here: Hydra runs this file before Python lists it among its modules, where
+# dataclasses would look the names up.
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+
+
+@dataclass
+class ClusterConf:
+    """Where submitit puts the jobs. What is null is left to the cluster.
+
+    executor         slurm, or local: processes of this machine, to try it out
+    timeout_minutes  of a job; one that is preempted or timed out is queued again and continues
+    extra            more of sbatch's options, by their long names with underscores
+    """
+
+    executor: str = MISSING
+    timeout_minutes: int = MISSING
+    partition: Optional[str] = MISSING
+    account: Optional[str] = MISSING
+    gpus_per_node: Optional[int] = MISSING
+    cpus_per_task: Optional[int] = MISSING
+    mem_gb: Optional[int] = MISSING
+    extra: dict[str, Any] = MISSING
+
+
+@dataclass
+class AccelerateLauncherConf:
+    """Defaults: conf/hydra/launcher/accelerate.yaml.
+
+    jobs           how many run at a time; with GPUs enough for all of them, each has its own
+    num_processes  of each job; null: as the config file says, or 1
+    config_file    of `accelerate launch`, for each job
+    options        more options of `accelerate launch`
+    cluster        null: here
+    """
+
+    _target_: str = "hydra_plugins.accelerate_launcher.AccelerateLauncher"
+    jobs: int = MISSING
+    num_processes: Optional[int] = MISSING
+    config_file: Optional[str] = MISSING
+    options: list[str] = field(default_factory=list)
+    cluster: Optional[ClusterConf] = MISSING
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="accelerate_schema", node=AccelerateLauncherConf)
+
+
+class AccelerateLauncher(Launcher):
+    def __init__(
+        self,
+        jobs: int,
+        num_processes: int | None,
+        config_file: str | None,
+        options: list[str],
+        cluster: DictConfig | None,
+    ):
+        if jobs < 1 or (num_processes is not None and num_processes < 1):
+            raise HydraException(
+                f"hydra.launcher.jobs={jobs}, hydra.launcher.num_processes={num_processes}: expected at least 1 of each"
+            )
+        if config_file is not None and not Path(config_file).is_file():
+            raise HydraException(f"hydra.launcher.config_file={config_file}: there is no such file, see launch/accelerate/")
+        self.jobs, self.num_processes, self.config_file, self.options = jobs, num_processes, config_file, list(options)
+        self.cluster = cluster
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+        if "minimize" in str(config.hydra.sweeper.get("direction", "")):
+            raise HydraException("hydra/sweeper=optuna minimizes, and tau is to be large: set hydra/sweeper=optuna_tau")
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run the jobs that are not finished yet. One return for each; a job that failed stands in FAILED_JOBS too."""
+        from data.config import FAILED_JOBS
+        from launch.sweep import best_tau, outcome, place, run_jobs
+
+        if "RANK" in os.environ:
+            raise HydraException("a sweep starts `accelerate launch` itself, once a job: start it with plain python")
+        setup_globals()
+        overrides = [[o for o in job if not o.startswith("out=")] for job in job_overrides]
+        jobs = place(Path(self.config.hydra.sweep.dir), self._described(overrides))
+        todo = [job for job in dict.fromkeys(jobs) if job.summary() is None]
+        done = len(set(jobs)) - len(todo)
+        print(f"sweep: {len(set(jobs))} jobs, {done} finished before, {len(todo)} to run, {self.jobs} at a time", flush=True)
+        if self.cluster is not None:
+            from launch.submit import submit
+
+            try:
+                ended = submit(todo, command=self._command, cluster=self.cluster, at_once=self.jobs)
+            except ValueError as error:
+                raise HydraException(str(error)) from error
+        else:
+            try:
+                ended = run_jobs(todo, command=self._command, environment=self._environment, at_once=self.jobs)
+            except KeyboardInterrupt:
+                raise HydraException("stopped; what had begun has saved a checkpoint, and the same command goes on") from None
+        returns = []
+        for job, told in zip(jobs, job_overrides):
+            status = ended.get(job, 0)
+            result = JobReturn(overrides=list(told), working_dir=os.getcwd(), task_name=job.out.name)
+            result.status, result.return_value = JobStatus.COMPLETED, best_tau(job)
+            if status:
+                failure = f"{job.out}: {outcome(job, status)}; its log: {job.log}"
+                FAILED_JOBS.setdefault(str(job.out), failure)
+                if not self._all_jobs_are_known:  # a search goes on with the others, and must know
+                    result.status, result.return_value = JobStatus.FAILED, HydraException(failure)
+            returns.append(result)
+        return returns
+
+    @property
+    def _all_jobs_are_known(self) -> bool:
+        """True for Hydra's own sweeper, which stops at the first failure that it hears of."""
+        return "BasicSweeper" in self.config.hydra.sweeper._target_
+
+    def _described(self, overrides: list[list[str]]) -> list[tuple[list[str], str, str]]:
+        """Of every job its overrides, what differs, and the fingerprint of what it is told. All are checked first."""
+        from data.config import fingerprint, typed
+        from launch.sweep import label_of, varied_keys
+
+        parsed = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
+        swept = {o.get_key_element().lstrip("+~") for o in parsed if o.is_sweep_override()}
+        keys = varied_keys(overrides, swept=swept | set(self.config.hydra.sweeper.get("params") or {}))
+        described = []
+        for told in overrides:
+            with_out = [*told, f"out={_quoted(str(self.config.out))}"]
+            config = self.hydra_context.config_loader.load_sweep_config(self.config, with_out)
+            with open_dict(config):
+                del config["hydra"]
+            try:
+                typed(self.task_function.config_class, config)
+                config.out = ""  # the rest is the same wherever it is written
+                content = OmegaConf.to_container(config, resolve=True)
+                content.pop("tracker", None)
+            except ValueError as error:
+                raise HydraException(f"{label_of(told, keys)}: {error}") from error
+            manifest = Path(content.get("shards") or "") / "manifest.json"
+            inputs = fingerprint(content, *([manifest] if manifest.is_file() else []))
+            described.append((told, label_of(told, keys), inputs))
+        return described
+
+    def _command(self, job: Any) -> list[str]:
+        overrides = [*job.overrides, f"out={_quoted(str(job.out))}"]
+        if "tracker" in self.config:
+            given = {override.split("=")[0] for override in job.overrides}
+            named = {"tracker.group": job.out.parent.name, "tracker.run_name": job.label or job.out.name}
+            overrides += [f"{key}={_quoted(value)}" for key, value in named.items() if key not in given]
+        launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *self._accelerate()]
+        return [*launch, *self.options, sys.argv[0], *overrides]
+
+    def _accelerate(self) -> list[str]:
+        """The options of `accelerate launch`: everything is said, so that no saved setting of the user's steps in."""
+        from launch.submit import free_port
+
+        count = [] if self.num_processes is None else ["--num_processes", str(self.num_processes)]
+        port = ["--main_process_port", str(free_port())]
+        if self.config_file is not None:
+            return ["--config_file", self.config_file, *count, *port]
+        plain = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        threads = ["--num_cpu_threads_per_process", str(max(len(os.sched_getaffinity(0)) // (self.jobs * self._processes()), 1))]
+        device = ["--cpu"] if not _gpus() and self.cluster is None else []
+        several = ["--multi_gpu"] if self._processes() > 1 else device
+        return [*several, *(count or ["--num_processes", "1"]), *plain, *(threads if device else []), *port]
+
+    def _processes(self) -> int:
+        """Processes of each job."""
+        if self.num_processes is not None or self.config_file is None:
+            return self.num_processes or 1
+        return int(OmegaConf.load(self.config_file).get("num_processes", 1))
+
+    def _environment(self, slot: int) -> dict:
+        """This process's, and GPUs of its own where there are enough for all the jobs of one time."""
+        environment = dict(os.environ)
+        gpus, each = _gpus(), self._processes()
+        if not gpus:
+            environment["ACCELERATE_USE_CPU"] = "true"
+        elif 1 < self.jobs and self.jobs * each <= len(gpus):
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot * each : (slot + 1) * each])
+        return environment
+
+
+def _gpus() -> list[str]:
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    return names if torch.cuda.is_available() else []
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
