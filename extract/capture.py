@@ -44,23 +44,30 @@ class States:
 
 
 class Reference:
-    """The target in Hugging Face transformers, on the CPU in float32.
+    """The target in Hugging Face transformers, by default on the CPU in float32.
 
     Raises ValueError if transformers cannot load it.
     """
 
-    def __init__(self, target: Path, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        target: Path,
+        *,
+        trust_remote_code: bool = False,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         from data.hugging_face import transformers
 
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                target, dtype=torch.float32, trust_remote_code=trust_remote_code
+                target, dtype=dtype, trust_remote_code=trust_remote_code
             )
         except (ValueError, OSError, ImportError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"transformers cannot load {target} as a reference ({error}): set probe.reference=off to go without"
             ) from error
-        self._model = model.eval()
+        self._model, self._device = model.eval().to(device), device
         decoder = model.get_decoder()
         self._body, self._norm = decoder, decoder.norm
         self.num_layers = len(decoder.layers)
@@ -72,7 +79,7 @@ class Reference:
         before_norm: list[Tensor] = []
         hook = self._norm.register_forward_pre_hook(lambda module, inputs: before_norm.append(inputs[0][0]))
         try:
-            output = self._body(tokens.long()[None], output_hidden_states=True, use_cache=False)
+            output = self._body(tokens.long()[None].to(self._device), output_hidden_states=True, use_cache=False)
         finally:
             hook.remove()
         # hidden_states[b] is boundary b, but for the last: that one is normed

@@ -20,7 +20,7 @@ VERSIONS = ((0, 5, 16), (0, 5, 23))  # of SGLang, first and last that the plugin
 CPU_TOTAL_TOKENS = 16384  # KV cache; SmolLM2-135M in float32: 45 KiB a token
 CPU_RUNNING_REQUESTS = 16
 CPU_PREFILL_TOKENS = 1024  # of one forward: enough to fill two cores, and the progress bar moves every few seconds
-PLUGIN_FILES = ("__init__.py", "plugin.py", "spool.py", "feed.py", "cpu/")  # all that the server's side needs
+PLUGIN_FILES = ("__init__.py", "plugin.py", "copier.py", "spool.py", "feed.py", "cpu/")  # all that the server's side needs
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,19 @@ def command(
     if on_cpu:
         # These two backends take the shim's attention; the plain flag would ask for a CPU with AMX.
         line += ["--device", "cpu", "--prefill-attention-backend", "intel_amx"]
-        line += ["--decode-attention-backend", "intel_amx", "--disable-overlap-schedule"]
-        line += ["--chunked-prefill-size", str(CPU_PREFILL_TOKENS)]
-    if capturing:
-        line += ["--disable-radix-cache"]  # rows in the cache are not computed again
+        line += ["--decode-attention-backend", "intel_amx", "--chunked-prefill-size", str(CPU_PREFILL_TOKENS)]
+    if not (engine.overlap_schedule if engine.overlap_schedule is not None else not on_cpu):
+        line += ["--disable-overlap-schedule"]
+    if capturing and not engine.radix_cache:
+        line += ["--disable-radix-cache"]  # what it keeps of our requests, nobody asks for again
     if trust_remote_code:
         line += ["--trust-remote-code"]
     if engine.tensor_parallel > 1:
         line += ["--tp-size", str(engine.tensor_parallel)]
+    if engine.data_parallel > 1:
+        line += ["--dp-size", str(engine.data_parallel)]
+    if engine.dp_attention:
+        line += ["--enable-dp-attention"]
     limits = {
         "--context-length": engine.context_length,
         "--max-total-tokens": engine.max_total_tokens or (CPU_TOTAL_TOKENS if on_cpu else None),

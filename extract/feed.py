@@ -45,7 +45,7 @@ def _around_prefill(original: Callable, worker: Any, batch: Any, hidden: Tensor,
                 spool.write_part(
                     _spool, segment.rid, start=segment.start, rank=0, kind=spool.FEED,
                     tokens=batch.input_ids[rows].to("cpu", torch.int32),  # the worker shifted them by one
-                    states=hidden[rows, None].cpu().contiguous(),
+                    aux=hidden[rows, None].cpu().contiguous(), last=None,
                 )  # fmt: skip
     except Exception:
         logger.exception("Eyas could not write the drafter's prefill")

@@ -37,14 +37,10 @@ async def fetch(
     try:
         answer = await client.generate(tokens.tolist(), rid=rid, max_new_tokens=max_new_tokens, uncached=True)
         await _rows_are_here(folder, rid, num_tokens=len(tokens), num_ranks=num_ranks)
-        parts = spool.read_parts(folder, rid)
+        next_token = answer.output_ids[0] if answer.output_ids else None
+        return await asyncio.to_thread(_read, folder, rid, tokens, next_token=next_token)  # others go on meanwhile
     finally:
         shutil.rmtree(folder / rid, ignore_errors=True)
-    next_token = answer.output_ids[0] if answer.output_ids else None
-    return {
-        rank: _assemble([part for part in parts if part.rank == rank], tokens, next_token=next_token)
-        for rank in sorted({part.rank for part in parts})
-    }
 
 
 async def _rows_are_here(folder: Path, rid: str, *, num_tokens: int, num_ranks: int) -> None:
@@ -64,6 +60,18 @@ async def _rows_are_here(folder: Path, rid: str, *, num_tokens: int, num_ranks: 
         pause = min(2 * pause, 0.1)
 
 
+def _read(folder: Path, rid: str, tokens: Tensor, *, next_token: int | None) -> dict[int, Captured]:
+    """What each rank has left in the spool of `rid`. Raises RequestFailed as `fetch` does."""
+    try:
+        parts = spool.read_parts(folder, rid)
+    except (OSError, ValueError, KeyError) as error:
+        raise RequestFailed(f"its rows cannot be read ({error})") from error
+    return {
+        rank: _assemble([part for part in parts if part.rank == rank], tokens, next_token=next_token)
+        for rank in sorted({part.rank for part in parts})
+    }
+
+
 def _assemble(parts: list[spool.Part], tokens: Tensor, *, next_token: int | None) -> Captured:
     """The parts of one rank as one sequence. Raises RequestFailed if a row is missing, double, or of another token."""
     start = 0
@@ -71,13 +79,20 @@ def _assemble(parts: list[spool.Part], tokens: Tensor, *, next_token: int | None
         if part.start != start:
             raise RequestFailed(f"rows {start} .. {part.start - 1} are missing, or came twice")
         start += len(part.tokens)
-    echoed = torch.cat([part.tokens for part in parts])[: len(tokens)]
+    echoed, aux, last = (
+        (torch.cat(columns) if len(columns) > 1 else columns[0])[: len(tokens)]
+        for columns in ([part.tokens for part in parts], [part.aux for part in parts], [part.last for part in parts])
+    )
     if not torch.equal(echoed, tokens.to(torch.int32)):
         raise RequestFailed("the server echoes other tokens than it was sent")
-    states = torch.cat([part.states for part in parts])[: len(tokens)] if len(parts) > 1 else parts[0].states
-    if not states.isfinite().all():
+    if not (_are_finite(aux) and _are_finite(last)):
         raise RequestFailed("states that are not finite")
-    return Captured(tokens=echoed, aux=states[:, :-1], last=states[:, -1], next_token=next_token)
+    return Captured(tokens=echoed, aux=aux, last=last, next_token=next_token)
+
+
+def _are_finite(states: Tensor) -> bool:
+    """Their sum tells, in one pass and without a mask; only where that is too large for float32 each is looked at."""
+    return bool(states.sum(dtype=torch.float32).isfinite()) or bool(states.isfinite().all())
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,6 @@ def read_drafter_feed(folder: Path, rid: str) -> DrafterFeed:
     steps = [json.loads(line) for line in lines]
     return DrafterFeed(
         tokens=torch.cat([part.tokens for part in parts]),
-        features=torch.cat([part.states[:, 0] for part in parts]),
+        features=torch.cat([part.aux[:, 0] for part in parts]),
         steps=[(step["position"], step["tokens"]) for step in steps],
     )

@@ -1,10 +1,10 @@
 """The spool: a folder through which the server's processes hand captured rows to the extractor.
 
     server-<pid>.json                          what one scheduler process captures, or why it cannot
-    <rid>/<start>-<stop>.r<rank>.safetensors   rows of a request: tokens [T], states [T, A+1, H]
-    <rid>/feed-<start>-...                     what the drafter was fed with the prompt, see extract/feed.py
+    <rid>/<start>-<stop>.r<rank>.safetensors   rows of a request: tokens [T], aux [T, A, H], last [T, H]
+    <rid>/feed-<start>-...                     what the drafter was fed with the prompt, without last; extract/feed.py
     <rid>/steps.jsonl                          what the drafter proposed, one verified step a line
-    <rid>/error.json                           why the rows of this request are not here
+    <rid>/error.json                           why the rows of this request are not here; empty: the disk is full
 
 A file appears under its name when it is complete. Both sides import this file; it needs only torch.
 """
@@ -12,6 +12,7 @@ A file appears under its name when it is complete. Both sides import this file; 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ from torch import Tensor
 
 RID_PREFIX = "eyas-"  # requests of ours; all others pass unseen
 ALL_RANKS_PREFIX = "eyas-all-"  # of these every tensor-parallel rank writes its rows, to be compared
-FEED = "feed-"  # kind of the parts that hold what a drafter is fed: states [T, 1, A*H]
+FEED = "feed-"  # kind of the parts that hold what a drafter is fed: aux [T, A, H], no last
 STEPS = "steps.jsonl"
 
 _DTYPE_NAMES = {
@@ -39,14 +40,27 @@ class Part(NamedTuple):
     start: int
     rank: int
     tokens: Tensor  # [T] int32
-    states: Tensor  # [T, A+1, H] the boundaries in their order, then `last`; the server's dtype
+    aux: Tensor  # [T, A, H] the boundaries in their order; the server's dtype
+    last: Tensor | None  # [T, H]
 
 
-def write_part(spool: Path, rid: str, *, start: int, rank: int, tokens: Tensor, states: Tensor, kind: str = "") -> None:
+def write_part(
+    spool: Path,
+    rid: str,
+    *,
+    start: int,
+    rank: int,
+    tokens: Tensor,
+    aux: Tensor,
+    last: Tensor | None,
+    kind: str = "",
+) -> None:
     """One part of request `rid`; tensors on the CPU, contiguous. Raises OSError if the disk is full."""
     header: dict[str, Any] = {}
     offset, chunks = 0, []
-    for name, tensor in (("states", states), ("tokens", tokens)):
+    for name, tensor in (("aux", aux), ("last", last), ("tokens", tokens)):
+        if tensor is None:
+            continue
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end],
@@ -81,13 +95,13 @@ def list_rows(spool: Path, rid: str, *, kind: str = "") -> list[tuple[int, int, 
 
 
 def read_parts(spool: Path, rid: str, *, kind: str = "") -> list[Part]:
-    """The parts of `rid` that are here, by rank and row."""
+    """The parts of `rid` that are here, by rank and row: mapped, not copied; they outlive their files."""
     parts = []
     for rank, start, count in list_rows(spool, rid, kind=kind):
-        path = spool / rid / _part_name(start, count, rank, kind)
-        buffer = bytearray(path.read_bytes())
+        with (spool / rid / _part_name(start, count, rank, kind)).open("r+b") as file:
+            buffer = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         (length,) = struct.unpack_from("<Q", buffer)
-        columns = {}
+        columns: dict[str, Tensor | None] = {"last": None}
         for name, entry in json.loads(buffer[8 : 8 + length]).items():
             begin, end = entry["data_offsets"]
             dtype = _DTYPES[entry["dtype"]]
@@ -102,12 +116,22 @@ def _part_name(start: int, count: int, rank: int, kind: str) -> str:
     return f"{kind}{start:08d}-{start + count:08d}.r{rank}.safetensors"
 
 
+def write_error(spool: Path, rid: str, reason: str) -> None:
+    """Says why the rows of `rid` will not come. Raises OSError if even an empty file cannot be made."""
+    path = spool / rid / "error.json"
+    try:
+        write_json(path, {"error": reason})
+    except OSError:
+        path.touch()  # a full disk still takes a name
+
+
 def read_error(spool: Path, rid: str) -> str | None:
     """Why the plugin could not capture `rid`; None if it says nothing."""
     try:
-        return json.loads((spool / rid / "error.json").read_text())["error"]
+        content = (spool / rid / "error.json").read_text()
     except FileNotFoundError:
         return None
+    return json.loads(content)["error"] if content else f"there is no room in {spool}"
 
 
 def empty(spool: Path) -> None:
@@ -119,12 +143,19 @@ def empty(spool: Path) -> None:
 
 
 def _write(path: Path, chunks: list[Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
-        with temporary.open("wb") as file:
+        try:
+            descriptor = os.open(temporary, flags, 0o644)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(temporary, flags, 0o644)
+        with open(descriptor, "wb", buffering=0) as file:
             for chunk in chunks:
-                file.write(chunk)
+                left = memoryview(chunk)
+                while left:
+                    left = left[file.write(left) :]
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -37,12 +37,13 @@ _EXPERTS = dict(
 
 @dataclass(frozen=True)
 class Family:
-    """boundaries: every one that SGLang can be asked for in this family."""
+    """boundaries: every one that SGLang can be asked for in this family; options: of its server, beside all others."""
 
     name: str
     folder: Path
     reference: Path
     boundaries: tuple[int, ...]
+    options: tuple[str, ...] = ()
 
 
 def family(name: str, models: Path) -> Family:
@@ -55,7 +56,8 @@ def family(name: str, models: Path) -> Family:
         else:
             _make(name, folder)
     deepseek = name in ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")  # cannot say a first boundary of 1
-    return Family(name, folder, reference, tuple(range(2 if deepseek else 1, LAYERS)))
+    options = ("--trust-remote-code",) if name == "kimi_k25" else ()
+    return Family(name, folder, reference, tuple(range(2 if deepseek else 1, LAYERS)), options)
 
 
 def _make(name: str, folder: Path) -> None:
@@ -136,11 +138,41 @@ def _wrap_kimi(language_model: Path, folder: Path) -> None:
         metadata={"format": "pt"},
     )  # fmt: skip
     text = json.loads((language_model / "config.json").read_text())
-    vision = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, text_hidden_size=HIDDEN)
+    sizes = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
+    vision = {**sizes, **{f"vt_{name}": size for name, size in sizes.items()}, "mm_hidden_size": 64, "text_hidden_size": HIDDEN}
     config = {
         "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text,
         "vision_config": vision, "torch_dtype": "float32", **_VOCABULARY, "media_placeholder_token_id": VOCAB - 1,
     }  # fmt: skip
     del config["vocab_size"]
     (temporary / "config.json").write_text(json.dumps(config, indent=1))
+    about = {"processor_class": "TinyProcessor", "auto_map": {"AutoProcessor": "tiny_processor.TinyProcessor"}}
+    (temporary / "processor_config.json").write_text(json.dumps(about))
+    (temporary / "tiny_processor.py").write_text(_KIMI_PROCESSOR)
     temporary.rename(folder)
+
+
+# The real one's processor is Python code in its folder too; SGLang asks it for these, before any picture comes.
+_KIMI_PROCESSOR = """\
+import types
+
+import transformers
+
+
+class TinyProcessor:
+    def __init__(self, tokenizer):
+        self.tokenizer, self.image_processor = tokenizer, None
+        about = dict(
+            patch_size=14, merge_kernel_size=2, in_patch_limit=64, patch_limit_on_one_side=8,
+            image_mean=[0.5] * 3, image_std=[0.5] * 3,
+        )
+        self.media_processor = types.SimpleNamespace(media_proc_cfg=about)
+
+    @classmethod
+    def from_pretrained(cls, path, **options):
+        return cls(transformers.AutoTokenizer.from_pretrained(path))
+
+    @classmethod
+    def register_for_auto_class(cls, name="AutoProcessor"):
+        pass
+"""

@@ -18,6 +18,7 @@ from data.embedded import ensure_target
 from extract.command import Capturing, Drafting
 from extract.config import EngineConfig, ServerConfig
 from extract.server import Server
+from tests.warm import warm_python
 
 ROOT = Path(__file__).resolve().parent.parent
 SGLANG_VERSION = "0.5.23"
@@ -54,9 +55,15 @@ def serve(
     drafter: Path | None = None,
     num_steps: int = 3,
     feed: bool = False,
+    warm: bool = True,
     **engine: Any,
 ) -> Server:
-    """A real server for `with`: capturing at `boundaries`, or drafting, or recording what the drafter is fed."""
+    """A real server for `with`: capturing at `boundaries`, or drafting, or recording what the drafter is fed.
+
+    warm  forked from a process that has SGLang imported, see tests/warm.py: same server, not started as users do
+    """
+    if warm:
+        engine = {"python": warm_python(), "device": "cpu", **engine}
     capturing = None
     if boundaries or feed:
         capturing = Capturing(out / "spool", layer_ids(target, boundaries) if boundaries else None, feed=feed)

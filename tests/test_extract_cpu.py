@@ -130,14 +130,15 @@ def test_verification_tries_a_sibling_when_the_first_child_misses():
 HEADS, KV_HEADS, KEY, VALUE, SLOTS = 4, 2, 8, 6, 40  # values narrower than keys, as in MLA
 
 
-def truth(query, keys, values, *, visible, scale):
+def truth(query, keys, values, *, visible, scale, sinks=None):
     """Softmax attention of one query [heads, K] on the visible keys [S, kv_heads, K], written out in float64."""
     query, keys, values = query.double(), keys.double(), values.double()
     rows = []
     for head in range(HEADS):
         group = head * KV_HEADS // HEADS
         weights = torch.exp(scale * keys[visible, group] @ query[head])
-        rows.append((weights / weights.sum()) @ values[visible, group])
+        lost = 0.0 if sinks is None else torch.exp(sinks[head].double())
+        rows.append((weights / (weights.sum() + lost)) @ values[visible, group])
     return torch.stack(rows)
 
 
@@ -154,7 +155,7 @@ def cache(seed, *, lengths):
     return generator, k_buffer, v_buffer, table
 
 
-def check_extend(prefixes, news, *, tree_mask=None, from_cache=False):
+def check_extend(prefixes, news, *, tree_mask=None, from_cache=False, window=0, sinks=None):
     lengths = [prefix + new for prefix, new in zip(prefixes, news)]
     generator, k_buffer, v_buffer, table = cache(1, lengths=lengths)
     total, starts = sum(news), torch.tensor([sum(news[:i]) for i in range(len(news))])
@@ -167,7 +168,8 @@ def check_extend(prefixes, news, *, tree_mask=None, from_cache=False):
     attention.extend_attention_cpu(
         q, None if from_cache else k.flatten(1), None if from_cache else v.flatten(1), out, k_buffer, v_buffer,
         1.0, 1.0, table, torch.arange(1, len(news) + 1), torch.tensor(lengths), torch.tensor(news), starts, max(news),
-        0.3, 0.0, False, 0, None, None, None if tree_mask is None else torch.cat([m.flatten() for m in tree_mask]), True,
+        0.3, 0.0, False, window, None, sinks,
+        None if tree_mask is None else torch.cat([m.flatten() for m in tree_mask]), True,
     )  # fmt: skip
     for i, (prefix, new) in enumerate(zip(prefixes, news)):
         slots = table[i + 1, : prefix + new].long()
@@ -175,7 +177,11 @@ def check_extend(prefixes, news, *, tree_mask=None, from_cache=False):
             visible = torch.arange(prefix + new) <= prefix + row
             if tree_mask is not None:
                 visible = torch.cat([torch.ones(prefix, dtype=torch.bool), tree_mask[i][row]])
-            expected = truth(q[starts[i] + row], k_buffer[slots], v_buffer[slots], visible=visible, scale=0.3)
+            if window:  # a token sees itself and the window - 1 before it
+                visible &= torch.arange(prefix + new) > prefix + row - window
+            expected = truth(
+                q[starts[i] + row], k_buffer[slots], v_buffer[slots], visible=visible, scale=0.3, sinks=sinks
+            )
             torch.testing.assert_close(out[starts[i] + row].double(), expected, atol=1e-6, rtol=1e-5)
 
 
@@ -200,8 +206,26 @@ def test_a_draft_tree_attends_to_ancestors_only():
     check_extend([0], [3], tree_mask=[branch])
 
 
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 0.0])
+
+
+def test_a_window_is_counted_in_positions_and_a_sink_takes_its_share():
+    for prefixes, news in (([0, 0], [7, 7]), ([0, 6], [5, 2]), ([5, 5, 2], [3, 3, 3])):
+        check_extend(prefixes, news, window=3)
+        check_extend(prefixes, news, sinks=SINKS)
+        check_extend(prefixes, news, window=4, sinks=SINKS)
+
+
+def test_decoding_within_a_window_and_with_sinks():
+    check_decode([3, 7], window=4, sinks=SINKS)
+    check_decode([1, 9], window=2)
+
+
 def test_decoding_stores_the_new_key_and_attends_to_everything():
-    lengths = [3, 7]
+    check_decode([3, 7])
+
+
+def check_decode(lengths, *, window=0, sinks=None):
     generator, k_buffer, v_buffer, table = cache(2, lengths=lengths)
     q = torch.randn(2, HEADS, KEY, generator=generator)
     k, v = (torch.randn(2, KV_HEADS, size, generator=generator) for size in (KEY, VALUE))
@@ -209,10 +233,11 @@ def test_decoding_stores_the_new_key_and_attends_to_everything():
     out = torch.full((2, HEADS, VALUE), float("nan"))
     attention.decode_attention_cpu(
         q, k_buffer, v_buffer, 1.0, 1.0, out, k.flatten(1), v.flatten(1), loc, torch.empty(0), table,
-        torch.tensor([1, 2]), torch.tensor(lengths), 0.3, 0.0, False, 0, None, None,
+        torch.tensor([1, 2]), torch.tensor(lengths), 0.3, 0.0, False, window, None, sinks,
     )  # fmt: skip
     for i, length in enumerate(lengths):
         slots = table[i + 1, :length].long()
         assert torch.equal(k_buffer[slots[-1]], k[i]) and torch.equal(v_buffer[slots[-1]], v[i])
-        expected = truth(q[i], k_buffer[slots], v_buffer[slots], visible=torch.arange(length) >= 0, scale=0.3)
+        visible = torch.arange(length) >= (length - window if window else 0)
+        expected = truth(q[i], k_buffer[slots], v_buffer[slots], visible=visible, scale=0.3, sinks=sinks)
         torch.testing.assert_close(out[i].double(), expected, atol=1e-6, rtol=1e-5)

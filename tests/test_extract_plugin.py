@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from extract import plugin, spool
+from extract import copier, plugin, spool
 from extract.fetch import read_drafter_feed
 
 
@@ -21,23 +23,24 @@ def test_segments_follow_the_order_of_the_batch_and_are_ours_only():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_states_are_stacked_boundary_by_boundary_and_padding_is_cut(packed):
+def test_columns_are_the_boundaries_in_their_order_and_then_last(packed):
     boundaries = [torch.full((6, 4), float(b)) for b in (2, 3)]
     aux = torch.cat(boundaries, dim=-1) if packed else boundaries
-    states = plugin.stack_states(torch.full((6, 4), 9.0), aux, num_rows=5, num_aux=2)
-    assert states.shape == (5, 3, 4)
-    assert states[:, :, 0].tolist() == [[2, 3, 9]] * 5
+    columns = plugin.columns_of(torch.full((6, 4), 9.0), aux, num_rows=5, num_aux=2)
+    assert [column.shape for column in columns] == [(6, 4)] * 3
+    assert [column.unique().tolist() for column in columns] == [[2], [3], [9]]
 
 
-def test_a_model_that_hands_out_less_than_asked_is_an_error():
+def test_a_model_that_hands_out_something_else_than_asked_is_an_error():
     hidden, aux = torch.zeros(4, 8), [torch.zeros(4, 8)]
     for words, options in {
         "no residual stream": dict(aux=None, num_rows=4, num_aux=1),
         "at 1 layers, not 2": dict(aux=aux, num_rows=4, num_aux=2),
         "4 rows for 5 tokens": dict(aux=aux, num_rows=5, num_aux=1),
+        "of different kinds": dict(aux=[aux[0].bfloat16()], num_rows=4, num_aux=1),
     }.items():
         with pytest.raises(ValueError, match=words):
-            plugin.stack_states(hidden, **options)
+            plugin.columns_of(hidden, **options)
 
 
 def batch(*, mode="EXTEND", rids=("eyas-a", "other"), lens=(3, 2), prefix=(0, 0)):
@@ -49,16 +52,31 @@ def batch(*, mode="EXTEND", rids=("eyas-a", "other"), lens=(3, 2), prefix=(0, 0)
 
 @pytest.fixture
 def capture(tmp_path, monkeypatch):
-    monkeypatch.setattr(plugin, "attention_rank", lambda: 0)
-    return plugin.Capture(tmp_path, layer_ids=[1])
+    return prepared(tmp_path, monkeypatch, rank=0)
+
+
+def prepared(folder, monkeypatch, *, rank):
+    monkeypatch.setattr(plugin, "attention_rank", lambda: rank)
+    monkeypatch.setattr(copier, "BLOCK_BYTES", 4096)
+    capture = plugin.Capture(folder, layer_ids=[1])
+    capture.prepare(torch.device("cpu"))
+    return capture
+
+
+def wait_for(found):
+    deadline = time.monotonic() + 5
+    while not found():
+        assert time.monotonic() < deadline, "nothing came"
+        time.sleep(0.01)
+    return found()
 
 
 def test_rows_of_ours_reach_the_spool_with_their_tokens(capture, tmp_path):
     hidden = torch.arange(5.0)[:, None].expand(5, 4)
     capture.take(batch(prefix=(7, 0)), hidden, [hidden + 10])
-    (part,) = spool.read_parts(tmp_path, "eyas-a")
+    (part,) = wait_for(lambda: spool.read_parts(tmp_path, "eyas-a"))
     assert (part.start, part.rank, part.tokens.tolist()) == (7, 0, [100, 101, 102])
-    assert part.states[:, :, 0].tolist() == [[10, 0], [11, 1], [12, 2]]
+    assert (part.aux[:, 0, 0].tolist(), part.last[:, 0].tolist()) == ([10, 11, 12], [0, 1, 2])
     assert [path.name for path in tmp_path.iterdir()] == ["eyas-a"]
 
 
@@ -74,27 +92,44 @@ def test_an_error_is_told_to_the_requests_it_concerns_and_not_raised(capture, tm
     assert spool.read_error(tmp_path, "other") is None
 
 
-def test_other_ranks_write_only_where_ranks_are_compared(capture, tmp_path, monkeypatch):
-    monkeypatch.setattr(plugin, "attention_rank", lambda: 1)
+def test_a_full_disk_is_told_to_the_requests_it_concerns(capture, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(spool.os, "replace", full)
+    capture.take(batch(), torch.zeros(5, 4), [torch.zeros(5, 4)])
+    assert wait_for(lambda: spool.read_error(tmp_path, "eyas-a")) == f"there is no room in {tmp_path}"
+    assert [path.name for path in (tmp_path / "eyas-a").iterdir()] == ["error.json"]
+
+
+def test_an_error_that_cannot_even_be_told_is_not_raised(capture, tmp_path):
+    (tmp_path / "eyas-a").write_text("a file where a folder must be")
+    capture.take(batch(), torch.zeros(2, 4), [torch.zeros(2, 4)])
+
+
+def test_other_ranks_write_only_where_ranks_are_compared(tmp_path, monkeypatch):
+    capture = prepared(tmp_path, monkeypatch, rank=1)
     capture.take(batch(rids=("eyas-a", "eyas-all-b")), torch.zeros(5, 4), [torch.zeros(5, 4)])
+    assert wait_for(lambda: spool.list_rows(tmp_path, "eyas-all-b")) == [(1, 0, 2)]
     assert [path.name for path in tmp_path.iterdir()] == ["eyas-all-b"]
-    assert [row for row in spool.list_rows(tmp_path, "eyas-all-b")] == [(1, 0, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_part_is_a_safetensors_file(tmp_path, dtype):
-    states = torch.randn(3, 2, 4).to(dtype)
+def test_a_part_is_a_safetensors_file_and_outlives_it(tmp_path, dtype):
+    aux, last = torch.randn(3, 2, 4).to(dtype), torch.randn(3, 4).to(dtype)
     tokens = torch.tensor([5, 6, 7], dtype=torch.int32)
-    spool.write_part(tmp_path, "eyas-a", start=4, rank=2, tokens=tokens, states=states)
+    spool.write_part(tmp_path, "eyas-a", start=4, rank=2, tokens=tokens, aux=aux, last=last)
     (file,) = (tmp_path / "eyas-a").iterdir()
     read = load_file(file)
-    assert torch.equal(read["states"], states) and torch.equal(read["tokens"], tokens)
-    assert torch.equal(spool.read_parts(tmp_path, "eyas-a")[0].states, states)
+    assert torch.equal(read["aux"], aux) and torch.equal(read["last"], last) and torch.equal(read["tokens"], tokens)
+    (part,) = spool.read_parts(tmp_path, "eyas-a")
+    file.unlink()
+    assert torch.equal(part.aux, aux) and torch.equal(part.last, last) and (part.start, part.rank) == (4, 2)
 
 
 def test_kinds_of_parts_do_not_mix_and_unfinished_files_are_not_seen(tmp_path):
     tokens, states = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, 6)
-    spool.write_part(tmp_path, "eyas-a", start=0, rank=0, tokens=tokens, states=states, kind=spool.FEED)
+    spool.write_part(tmp_path, "eyas-a", start=0, rank=0, tokens=tokens, aux=states, last=None, kind=spool.FEED)
     spool.append_line(tmp_path / "eyas-a" / spool.STEPS, {"position": 9, "tokens": [1, 2]})
     (tmp_path / "eyas-a" / ".00000000-00000002.r0.safetensors.1.tmp").write_bytes(b"half")
     assert spool.read_parts(tmp_path, "eyas-a") == []

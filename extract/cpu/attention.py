@@ -1,7 +1,8 @@
 """Attention over SGLang's paged KV cache, in plain PyTorch: the two operators its `intel_amx` backend calls.
 
-Heads attend in groups (GQA, and MLA as one group); values may be narrower than keys (MLA). A slot of
-the KV pool holds one token: `req_to_token[req_pool_indices[b], i]` is the slot of token i of request b.
+Heads attend in groups (GQA, and MLA as one group); values may be narrower than keys (MLA); a layer may see a
+window of the last tokens only, and a head may have a sink (GPT-OSS). A slot of the KV pool holds one token:
+`req_to_token[req_pool_indices[b], i]` is the slot of token i of request b.
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ def extend_attention_cpu(
     requests, packed: request b owns extend_seq_lens[b] rows from extend_start_loc[b]. Where k is None
     the new tokens' keys are in the cache already. seq_lens counts prefix and new tokens.
     tree_mask: per request [n, n] bool, flat, in place of the causal mask among the new tokens.
+    sliding_window: tokens a token sees, itself among them; 0: all before it. sinks [heads]: a logit that takes
+    its share of the softmax and has no value.
     Raises NotImplementedError for what the models served here do not use.
     """
-    _refuse(logit_cap=logit_cap, is_cross_attn=is_cross_attn, sliding_window=sliding_window, sinks=sinks)
+    _refuse(logit_cap=logit_cap, is_cross_attn=is_cross_attn)
     lengths = extend_seq_lens.tolist()
     requests = [b for b, length in enumerate(lengths) if length]
     # Equal lengths (a verified draft, equal prompts) go through one call; padding unequal ones would cost more.
@@ -96,8 +99,9 @@ def extend_attention_cpu(
             among = tree_mask.reshape(-1)[mask_start : mask_start + count].view(-1, num_new, num_new).bool()
             mask_start += count
         o[rows] = _attend(
-            q[rows], keys, values, seen=seen, among=among, causal=is_causal and among is None, scale=sm_scale
-        )
+            q[rows], keys, values, seen=seen, first=prefix_lens, among=among, causal=is_causal and among is None,
+            window=sliding_window, sinks=sinks, scale=sm_scale,
+        )  # fmt: skip
 
 
 def decode_attention_cpu(
@@ -124,17 +128,21 @@ def decode_attention_cpu(
     """One new token per request: its key and value are stored at slot loc[b], then it attends to all seq_lens[b].
 
     q [B, heads, K], k [B, kv_heads * K], v [B, kv_heads * V] or None (then only o is written), o [B, heads, V].
-    attn_logits is scratch space of the C++ kernel and not used.
+    attn_logits is scratch space of the C++ kernel and not used; sliding_window, sinks: as above.
     Raises NotImplementedError for what the models served here do not use.
     """
-    _refuse(logit_cap=logit_cap, is_cross_attn=is_cross_attn, sliding_window=sliding_window, sinks=sinks)
+    _refuse(logit_cap=logit_cap, is_cross_attn=is_cross_attn)
     if k is not None:
         k_buffer[loc] = k.reshape(loc.numel(), *k_buffer.shape[1:]).to(k_buffer.dtype)
         if v is not None:
             v_buffer[loc] = v.reshape(loc.numel(), *v_buffer.shape[1:]).to(v_buffer.dtype)
     slots, seen = _cached(req_to_token, req_pool_indices.long(), seq_lens.long())
     keys, values = _rows(k_buffer, slots), _rows(v_buffer, slots)  # [B, P, kv_heads, .], the new token among them
-    o.copy_(_attend(q[:, None], keys, values, seen=seen, among=None, causal=False, scale=sm_scale)[:, 0])
+    attended = _attend(
+        q[:, None], keys, values, seen=seen, first=seq_lens.long() - 1, among=None, causal=False,
+        window=sliding_window, sinks=sinks, scale=sm_scale,
+    )  # fmt: skip
+    o.copy_(attended[:, 0])
 
 
 def _rows(buffer: Tensor, slots: Tensor) -> Tensor:
@@ -150,6 +158,7 @@ def _cached(req_to_token: Tensor, requests: Tensor, lens: Tensor) -> tuple[Tenso
     longest = int(lens.max())
     seen = torch.arange(longest) < lens[:, None]
     slots = req_to_token[:, : max(1, longest)][requests].long()
+    slots = slots.clamp(min=0)  # of a token that has left a window's own pool there is none: nobody looks at it
     return torch.where(seen, slots[:, :longest], slots[:, :1]), seen
 
 
@@ -159,13 +168,17 @@ def _attend(
     values: Tensor,
     *,
     seen: Tensor,
+    first: Tensor,
     among: Tensor | None,
     causal: bool,
+    window: int,
+    sinks: Tensor | None,
     scale: float,
 ) -> Tensor:
     """Attention of q [B, n, heads, K] on P cached and n (or no) new tokens -> [B, n, heads, V].
 
     keys, values  [B, P + n, kv_heads, .]        seen  [B, P] which of the cached ones are real
+    first         [B] position of a request's first query: the cached ones are at 0 .. P - 1, the new ones from here
     among         [B, n, n] who of the new ones sees whom; None: the triangle if `causal`, else all
     """
     num_requests, num_new = q.shape[:2]
@@ -173,18 +186,35 @@ def _attend(
     mask = None  # [B, 1, n, P + n]
     if num_prefix == num_keys:
         mask = seen[:, None, None]
-    elif num_prefix or among is not None:
+    elif num_prefix or among is not None or window or sinks is not None:
         if causal:
             among, causal = torch.ones(1, num_new, num_new, dtype=torch.bool).tril(), False
         mask = torch.ones(num_requests, 1, num_new, num_keys, dtype=torch.bool)
         mask[..., :num_prefix] = seen[:, None, None]
         if among is not None:
             mask[..., num_prefix:] = among[:, None]
+    if window:
+        queries = first[:, None] + torch.arange(num_new)  # [B, n]
+        cached = torch.arange(num_prefix).expand(num_requests, -1)
+        positions = torch.cat([cached, first[:, None] + torch.arange(num_keys - num_prefix)], dim=1)  # [B, P + n]
+        mask = mask & (positions[:, None] > queries[..., None] - window)[:, None]
     q, keys, values = (x.transpose(1, 2).to(q.dtype) for x in (q, keys, values))
+    if sinks is not None:
+        return _attend_with_sinks(q * scale, keys, values, mask=mask, sinks=sinks).transpose(1, 2)
     attended = scaled_dot_product_attention(
         q, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
     )
     return attended.transpose(1, 2)
+
+
+def _attend_with_sinks(q: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, sinks: Tensor) -> Tensor:
+    """q [B, heads, n, K] on keys [B, kv_heads, S, K], where mask [B, 1, n, S] says; -> [B, heads, n, V]."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+    logits = (q @ keys.mT).float().masked_fill(~mask, float("-inf"))  # [B, heads, n, S]
+    sink = sinks.float()[None, :, None, None].expand(*logits.shape[:-1], 1)
+    weights = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    return weights.to(values.dtype) @ values
 
 
 def _refuse(**features: object) -> None:

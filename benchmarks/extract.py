@@ -1,0 +1,243 @@
+"""Extraction beside the server's own rate: from a real SGLang server to finished shards, in one run.
+
+    python benchmarks/extract.py [--sizes 1b 8b] [--out DIR] [--json FILE] [--engine-args="--attention-backend triton"]
+
+Llama-shaped targets with random bf16 weights, made on the fly. A server without the plugin says what it prefills by
+itself; a server with it what ordinary requests cost then, and what arrives in shards; some records are compared with
+Hugging Face on the same GPU. DIR on tmpfs (/dev/shm) measures the way and not the disk. Without a GPU a tiny shape
+runs, to show that it works: its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import argparse
+import asyncio
+import gc
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+
+from data.boundaries import engine_layer_ids
+from data.config import typed
+from data.embedded import _tiny_tokenizer
+from data.prompts import Prompt
+from data.schema import Provenance
+from data.shards import ShardReader
+from extract.capture import Reference
+from extract.command import Capturing, installation
+from extract.config import EngineConfig, ServerConfig
+from extract.server import Server
+from extract.sink import extract
+
+ROOT = Path(__file__).resolve().parent.parent
+CUDA = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+REPEATS = 3 if CUDA else 1
+CHECKED = 4  # records compared with Hugging Face
+LIMIT = 5e-2 if CUDA else 1e-4  # relative error of a record's states: two programs in bfloat16 differ by 0.2 to 1.5 %
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama: layers of hidden size H, heads of 64 or 128; requests x length tokens are prefilled each time."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    requests: int
+    length: int = 512
+
+    @property
+    def boundaries(self) -> list[int]:
+        return [2, self.layers // 2, self.layers - 3]
+
+
+SIZES = {
+    "1b": Size(16, 2048, 8192, 32, 8, 49152, requests=2048),
+    "8b": Size(32, 4096, 14336, 32, 8, 49152, requests=768),
+    "tiny": Size(8, 64, 128, 4, 2, 512, requests=32, length=64),
+}
+
+
+def make_target(size: Size, folder: Path) -> None:
+    """Random weights whose blocks write little enough to the residual stream that bfloat16 can be compared."""
+    generator = torch.Generator(device="cuda" if CUDA else "cpu").manual_seed(0)
+
+    def random(*shape: int, scale: float = 0.02) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator, device=generator.device) * scale).to(DTYPE).cpu()
+
+    head_dim, ones = size.hidden // size.heads, torch.ones(size.hidden, dtype=DTYPE)
+    weights = {
+        "model.embed_tokens.weight": random(size.vocab, size.hidden), "model.norm.weight": ones.clone(),
+        "lm_head.weight": random(size.vocab, size.hidden),
+    }  # fmt: skip
+    for i in range(size.layers):
+        shapes = {
+            "self_attn.q_proj": (size.heads * head_dim, size.hidden),
+            "self_attn.k_proj": (size.kv_heads * head_dim, size.hidden),
+            "self_attn.v_proj": (size.kv_heads * head_dim, size.hidden),
+            "self_attn.o_proj": (size.hidden, size.heads * head_dim),
+            "mlp.gate_proj": (size.intermediate, size.hidden),
+            "mlp.up_proj": (size.intermediate, size.hidden),
+            "mlp.down_proj": (size.hidden, size.intermediate),
+        }
+        for name, shape in shapes.items():
+            weights[f"model.layers.{i}.{name}.weight"] = random(*shape, scale=0.005 if name.endswith(("o_proj", "down_proj")) else 0.02)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{i}.{name}.weight"] = ones.clone()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _tiny_tokenizer().save_pretrained(folder)
+    config = dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=size.hidden, vocab_size=size.vocab,
+        intermediate_size=size.intermediate, num_hidden_layers=size.layers, num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads, head_dim=head_dim, max_position_embeddings=8192, rms_norm_eps=1e-5,
+        rope_theta=10000.0, hidden_act="silu", tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
+        torch_dtype=str(DTYPE).removeprefix("torch."),
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def prompts_of(size: Size, *, seed: int, count: int | None = None) -> list[Prompt]:
+    generator = np.random.default_rng(seed)
+    mask = np.ones(size.length, dtype=np.uint8)
+    return [
+        Prompt(f"{seed}-{i}", "random", "train", generator.integers(3, size.vocab, size.length, dtype=np.int32), mask)
+        for i in range(count or size.requests)
+    ]
+
+
+async def prefill(url: str, prompts: list[Prompt]) -> float:
+    """Seconds for all of them in one request to the server: what it prefills by itself."""
+    content = {
+        "input_ids": [prompt.tokens.tolist() for prompt in prompts],
+        "rid": [f"own-{prompt.id}-{time.monotonic_ns()}" for prompt in prompts],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+    }
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+        began = time.perf_counter()
+        async with session.post(f"{url}/generate", json=content) as answer:
+            assert answer.status == 200 and len(await answer.json()) == len(prompts), answer.status
+        return time.perf_counter() - began
+
+
+def own_rate(server: Server, size: Size, *, name: str) -> float:
+    """Tokens/s of ordinary requests, the median of REPEATS."""
+    asyncio.run(prefill(server.url, prompts_of(size, seed=99, count=max(8, size.requests // 8))))  # warm
+    tokens = size.requests * size.length
+    seconds = [asyncio.run(prefill(server.url, prompts_of(size, seed=100 + i))) for i in range(REPEATS)]
+    print(f"   {name}: " + ", ".join(f"{tokens / s:,.0f}" for s in seconds) + " tokens/s", flush=True)
+    return tokens / sorted(seconds)[len(seconds) // 2]
+
+
+def shards_rate(server: Server, size: Size, out: Path, provenance: Provenance, *, in_flight_bytes: int) -> float:
+    """Tokens/s from the first request to the last finished shard, the median of REPEATS. Leaves the last shards."""
+    tokens, rates = size.requests * size.length, []
+    for i in range(-1, REPEATS):
+        shutil.rmtree(out, ignore_errors=True)
+        prompts = prompts_of(size, seed=200 + i, count=max(8, size.requests // 8) if i < 0 else None)  # -1: warm
+        began = time.perf_counter()
+        extract(
+            prompts, server=server, out=out, provenance=provenance, shard_bytes=1 << 30,
+            in_flight_bytes=in_flight_bytes, retries=0,
+        )  # fmt: skip
+        if i >= 0:
+            rates.append(tokens / (time.perf_counter() - began))
+    print("   to finished shards: " + ", ".join(f"{rate:,.0f}" for rate in rates) + " tokens/s", flush=True)
+    return sorted(rates)[len(rates) // 2]
+
+
+@torch.no_grad()
+def check(target: Path, out: Path, boundaries: list[int]) -> dict[str, Any]:
+    """Some records against Hugging Face: the largest relative error, and where head(last) names the same next token."""
+    reader = ShardReader(out, split="train")
+    reference = Reference(target, device="cuda" if CUDA else "cpu", dtype=DTYPE)
+    worst, agree, total = 0.0, 0, 0
+    for index in np.linspace(0, len(reader) - 1, CHECKED).astype(int):
+        record = reader.read(int(index))
+        expected = reference.states(record.tokens)
+        pairs = [(record.aux[:, i], expected.residual[b]) for i, b in enumerate(boundaries)] + [(record.last, expected.last)]
+        for found, wanted in pairs:
+            found, wanted = found.float(), wanted.float().cpu()
+            worst = max(worst, float((found - wanted).norm() / wanted.norm()))
+        head = reference.head
+        own, theirs = ((states.to(head.device, head.dtype) @ head.T).argmax(-1) for states in (record.last, expected.last))
+        agree, total = agree + int((own == theirs).sum()), total + len(own)
+    assert worst <= LIMIT, f"records differ from Hugging Face by {worst:.1e}"
+    return {"records_checked": CHECKED, "worst_relative_error": worst, "same_next_token": agree / total}
+
+
+def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    size, folder = SIZES[name], arguments.out / name
+    target = folder / "target"
+    engine = typed(EngineConfig, OmegaConf.merge(OmegaConf.load(ROOT / "conf/engine/sglang.yaml"), {
+        "python": arguments.python, "extra_args": arguments.engine_args.split(), "dtype": "auto",
+    }))  # fmt: skip
+    config = typed(ServerConfig, OmegaConf.load(ROOT / "conf/server/local.yaml"))
+    found = installation(engine)
+    layer_ids = engine_layer_ids(
+        size.boundaries, architecture="LlamaForCausalLM", engine="sglang", engine_version=found.version
+    )
+    print(f"{name}: {size.requests} x {size.length} tokens, SGLang {found.version} on {found.device}", flush=True)
+    try:
+        make_target(size, target)
+        provenance = Provenance.of_target(
+            target, name=name, boundaries=size.boundaries, codec="bf16" if CUDA else "fp32", engine="sglang",
+            engine_version=found.version,
+        )  # fmt: skip
+        with Server(target, engine=engine, config=config, out=folder / "without") as server:
+            own = own_rate(server, size, name="the server by itself")
+        capturing = Capturing(folder / "spool", layer_ids)
+        with Server(target, engine=engine, config=config, out=folder / "with", capturing=capturing) as server:
+            beside = own_rate(server, size, name="ordinary requests, plugin loaded and capture asked for")
+            shards = shards_rate(server, size, folder / "shards", provenance, in_flight_bytes=arguments.in_flight_bytes)
+        gc.collect()
+        row_bytes = 4 * size.hidden * DTYPE.itemsize
+        result = {
+            "own_tokens_per_second": own, "ordinary_tokens_per_second": beside, "shards_tokens_per_second": shards,
+            "ratio": shards / own, "gigabytes_per_second": shards * row_bytes / 1e9, "bytes_per_token": row_bytes,
+            **check(target, folder / "shards", size.boundaries),
+        }  # fmt: skip
+    finally:
+        for path in (target, folder / "shards", folder / "spool"):
+            shutil.rmtree(path, ignore_errors=True)
+    print(
+        f"   {result['ratio']:.1%} of the server's own rate, {result['gigabytes_per_second']:.2f} GB/s; {CHECKED} records "
+        f"within {result['worst_relative_error']:.1e} of Hugging Face, same next token in {result['same_next_token']:.1%}",
+        flush=True,
+    )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", default=["1b", "8b"] if CUDA else ["tiny"], choices=SIZES)
+    parser.add_argument("--out", type=Path, default=Path("/dev/shm/eyas-benchmark"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--python", default=None, help="the Python that has SGLang; this one if left out")
+    parser.add_argument("--engine-args", default="", help="further options of sglang.launch_server")
+    parser.add_argument("--in-flight-bytes", type=int, default=8_000_000_000)
+    arguments = parser.parse_args()
+    results = {name: measure(name, arguments) for name in arguments.sizes}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
