@@ -97,13 +97,15 @@ class TrackerConfig:
     project: str
     group: str | None
     run_name: str | None
-    mode: str  # auto = online when logged in, else offline | online | offline
+    mode: str  # auto = online when logged in, else offline | online | offline | disabled
+    dollars_per_gpu_hour: float | None  # for the summary's dollars
+    peak_tflops: float | None  # dense bf16, of one device, for MFU; null: train/plan.py knows the device, or there is none
 
     def __post_init__(self):
         if self.name not in ("wandb", "tensorboard", "none"):
             raise ValueError(f"tracker.name is {self.name!r}: choose wandb, tensorboard or none")
-        if self.mode not in ("auto", "online", "offline"):
-            raise ValueError(f"tracker.mode is {self.mode!r}: choose auto, online or offline")
+        if self.mode not in ("auto", "online", "offline", "disabled"):
+            raise ValueError(f"tracker.mode is {self.mode!r}: choose auto, online, offline or disabled")
 
 
 @dataclass
@@ -116,6 +118,7 @@ class TrainConfig:
     tracker: TrackerConfig
     shards: str
     out: str
+    plan: bool  # print what would be done, and stop
     epochs: int
     seed: int
     precision: str  # bf16 | fp32: what matrix products run in; masters, softmax and loss are float32 always
