@@ -49,6 +49,7 @@ class Case:
     lengths: tuple[int, ...]
     peers: tuple[tuple[str, int], ...]  # SpecForge's (attention, batch) to run beside it
     tokens_per_pack: int
+    variants: tuple[tuple[str, dict], ...] = (("", {}), (", MLP in float8", {"float8": True}))
 
 
 def shape_of(**sizes: int) -> DrafterShape:
@@ -71,10 +72,16 @@ TINY = shape_of(
     vocab_size=512, draft_vocab_size=128,
 )  # fmt: skip
 CASES = {
-    "8b": Case("8B, 4 x 2048", LLAMA_8B, (2048,) * 4, (("flex_attention", 4), ("flex_attention", 1)), 8192),
+    "8b": Case(
+        "8B, 4 x 2048", LLAMA_8B, (2048,) * 4, (("flex_attention", 4), ("flex_attention", 1)), 8192,
+        (*Case.variants, (", hits of every step", {"measure_every": 1})),
+    ),
     "8b-half": Case("8B, 2 x 2048", LLAMA_8B, (2048,) * 2, (), 4096),
     "kimi": Case("Kimi, 2 x 4096", KIMI, (4096,) * 2, (("flex_attention", 1),), 8192),
-    "kimi-32k": Case("Kimi, 1 x 32768", KIMI, (32768,), (), 32768),
+    "kimi-32k": Case(
+        "Kimi, 1 x 32768", KIMI, (32768,), (), 32768,
+        ((", layers again", {"checkpointing": "layer"}), (", MLP again", {"checkpointing": "mlp"}), ("", {})),
+    ),
     "tiny": Case("tiny, 2 x 64", TINY, (64,) * 2, (), 128),
 }
 
@@ -114,8 +121,18 @@ def flops_per_step(shape: DrafterShape, lengths: tuple[int, ...]) -> float:
 class Eyas:
     """The product's own step, as train/loop.py takes it: TrainingTimeTest, clip, fused AdamW."""
 
-    def __init__(self, case: Case, target: Target, *, fused: bool, bucket: int = 1024):
-        self.bucket = bucket
+    def __init__(
+        self,
+        case: Case,
+        target: Target,
+        *,
+        fused: bool,
+        bucket: int = 1024,
+        float8: bool = False,
+        checkpointing: str = "none",
+        measure_every: int = 4,
+    ):
+        self.bucket, self.measure_every, self.steps = bucket, measure_every, 0
         shape = case.shape
         t2d = torch.zeros(shape.vocab_size, dtype=torch.bool)
         t2d[: shape.draft_vocab_size] = True
@@ -124,8 +141,9 @@ class Eyas:
         name = "fused" if fused else "dense"
         self.model = TrainingTimeTest(
             self.drafter, target, depths=DEPTHS, gamma=0.8, attention=attention.choose(name), head=loss.choose(name),
-            dtype=DTYPE,
+            dtype=DTYPE, float8=float8,
         )  # fmt: skip
+        self.drafter.activation_checkpointing = checkpointing
         if fused:
             self.drafter.compile()
         config = OptimConfig("adamw", 1e-4, [0.9, 0.95], 0.0, 0.0, 0.0, 0.5, None)
@@ -139,7 +157,8 @@ class Eyas:
         return batch.to(DEVICE), documents.to(DEVICE), counted.to(DEVICE), counted.sum(1).to(DEVICE)
 
     def __call__(self, prepared: tuple) -> None:
-        summand, _ = self.model(*prepared)
+        self.steps += 1
+        summand, _ = self.model(*prepared, self.steps % self.measure_every == 0)  # as measure_every_steps of conf/
         summand.backward()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 0.5, foreach=True)
         for optimizer in self.optimizers:
@@ -208,12 +227,13 @@ def run_case(case: Case, *, ceiling: float) -> list[dict]:
     target, lines = random_target(case.shape), []
     masks = [torch.ones(n, dtype=torch.bool) for n in case.lengths]
     tokens = sum(case.lengths)
-    eyas = Eyas(case, target, fused=CUDA)
-    found = measure(eyas, [eyas.prepare(random_batch(case, masks))])
-    flops = flops_per_step(case.shape, case.lengths)
-    lines.append(row(case, "Eyas", found, tokens=tokens, supervised=tokens, flops=flops, ceiling=ceiling))
-    del eyas
-    free()
+    for variant, options in case.variants:
+        eyas = Eyas(case, target, fused=CUDA, **options)
+        found = measure(eyas, [eyas.prepare(random_batch(case, masks))])
+        flops = flops_per_step(case.shape, case.lengths)
+        lines.append(row(case, f"Eyas{variant}", found, tokens=tokens, supervised=tokens, flops=flops, ceiling=ceiling))
+        del eyas
+        free()
     for backend, size in case.peers:
         for compact in (False, True):
             length = case.lengths[0]
@@ -263,15 +283,17 @@ def run_mix(prompts: PromptSet, *, shape: DrafterShape, ceiling: float, budget: 
     order = torch.randperm(len(planned), generator=torch.Generator().manual_seed(0)).tolist()[:packs]
     chosen = [[masks[piece.index] for piece in planned[i]] for i in order]
     fill = sum(len(mask) for documents in chosen for mask in documents) / (budget * len(chosen))
-    eyas = Eyas(case, target, fused=CUDA)
-    inputs = [eyas.prepare(random_batch(case, documents, seed=i)) for i, documents in enumerate(chosen)]
     supervised = sum(int(mask.sum()) for documents in chosen for mask in documents) / len(chosen)
-    found = measure(eyas, inputs)
     flops = sum(flops_per_step(shape, tuple(len(m) for m in documents)) for documents in chosen) / len(chosen)
-    who = f"Eyas, {100 * fill:.1f} % full"
-    lines = [row(case, who, found, tokens=int(fill * budget), supervised=supervised, flops=flops, ceiling=ceiling)]
-    del eyas, inputs
-    free()
+    tokens, lines = int(fill * budget), []
+    for variant, options in case.variants:
+        eyas = Eyas(case, target, fused=CUDA, **options)
+        inputs = [eyas.prepare(random_batch(case, documents, seed=i)) for i, documents in enumerate(chosen)]
+        who = f"Eyas, {100 * fill:.1f} % full{variant}"
+        found = measure(eyas, inputs)
+        lines.append(row(case, who, found, tokens=tokens, supervised=supervised, flops=flops, ceiling=ceiling))
+        del eyas, inputs
+        free()
     if not CUDA:
         return lines
     generator = torch.Generator().manual_seed(1)

@@ -41,7 +41,7 @@ class Spy(torch.nn.Module):
         self.lm_head = lambda normed: torch.zeros(normed.shape[0], DRAFT_VOCAB)
         self.seen = []
 
-    def matrices(self, dtype):
+    def matrices(self, dtype, *, float8):
         return None
 
     def project(self, aux, matrices):
@@ -53,7 +53,7 @@ class Spy(torch.nn.Module):
     def forward(self, embedding, feature, *, positions, attention, matrices, active):
         self.seen.append((embedding[:, 0].tolist(), feature[:, 0].tolist(), positions.tolist()))
         feature = feature if active is None else feature[active]
-        return feature, feature + 1000
+        return feature, feature + 1000, None, None
 
 
 def test_every_row_and_depth_reads_what_the_table_says():
@@ -201,7 +201,7 @@ def test_metrics_count_a_chain_only_as_far_as_it_is_right():
     batch = pack_of([(list(range(20)), [1] * 20)])
     model = TrainingTimeTest(small_drafter(target), target, depths=3, gamma=0.8, attention=dense, head=PLAIN, dtype=torch.float64)
     _, sums = loss_of(model, batch, [18.0, 17.0, 16.0])
-    counted, _, reached, hits, _ = sums.values.tolist()
+    counted, _, _, reached, hits, _ = sums.values.tolist()
     assert counted == [18, 17, 16]
     assert reached[0] == 18
     assert reached[1] <= hits[0] and reached[2] <= hits[1]

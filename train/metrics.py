@@ -15,15 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FIELDS = ("counted", "loss", "reached", "hits", "alpha")
+FIELDS = ("counted", "loss", "measured", "reached", "hits", "alpha")
 
 
 @dataclass
 class DepthSums:
     """Sums over rows, one column per depth: ranks and micro-batches add theirs up, the division comes last.
 
-    values  [5, K] float64 on the device: rows counted, loss in nats, rows reached (every earlier draft right),
-            hits among those, alpha. Nothing here waits for the device until `means` is asked for.
+    values  [6, K] float64 on the device: rows counted, their loss in nats; rows measured, those of them that were
+            reached (every earlier draft right), hits among these, alpha of the measured ones. Nothing here waits
+            for the device until `means` is asked for.
     """
 
     values: Tensor
@@ -33,27 +34,32 @@ class DepthSums:
         return cls(torch.zeros(len(FIELDS), depths, dtype=torch.float64, device=device))
 
     @classmethod
-    def of(cls, *, counted: Tensor, entropy: Tensor, hits: Tensor, alpha: Tensor) -> DepthSums:
-        """counted, hits [K, R] bool; entropy in nats, alpha [K, R]. Rows that nothing counts may hold anything."""
-        return cls(per_row(counted=counted, entropy=entropy, hits=hits, alpha=alpha).sum(-1))
+    def of(cls, *, counted: Tensor, entropy: Tensor, hits: Tensor, alpha: Tensor, measured: bool = True) -> DepthSums:
+        """counted, hits [K, R] bool; entropy in nats, alpha [K, R]. Rows that nothing counts may hold anything.
+
+        measured  False: there are no hits and no alpha, only a loss
+        """
+        sums = per_row(counted=counted, entropy=entropy, hits=hits, alpha=alpha).sum(-1)
+        sums[2:] *= measured
+        return cls(sums)
 
     def __add__(self, other: DepthSums) -> DepthSums:
         return DepthSums(self.values + other.values)
 
     def means(self) -> dict[str, list[float]]:
         """{"loss", "acc", "alpha"}: one figure per depth; a depth that nothing counts gives nan."""
-        counted, loss, reached, hits, alpha = self.values.cpu().numpy()
+        counted, loss, measured, reached, hits, alpha = self.values.cpu().numpy()
         with np.errstate(invalid="ignore", divide="ignore"):
-            means = {"loss": loss / counted, "acc": hits / reached, "alpha": alpha / counted}
+            means = {"loss": loss / counted, "acc": hits / reached, "alpha": alpha / measured}
         return {name: [float(x) for x in column] for name, column in means.items()}
 
 
 def per_row(*, counted: Tensor, entropy: Tensor, hits: Tensor, alpha: Tensor) -> Tensor:
-    """Each row's share of the sums: [5, K, R] float64."""
+    """Each row's share of the sums: [6, K, R] float64."""
     right_so_far = hits.cumprod(0).bool()
     reached = counted & torch.cat([torch.ones_like(hits[:1]), right_so_far[:-1]])
     entropy, alpha = (torch.where(counted, column, 0.0) for column in (entropy, alpha))
-    return torch.stack([column.double() for column in (counted, entropy, reached, reached & hits, alpha)])
+    return torch.stack([column.double() for column in (counted, entropy, counted, reached, reached & hits, alpha)])
 
 
 @dataclass(frozen=True)

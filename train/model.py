@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
+from torch.utils.checkpoint import checkpoint
 
 from data.hugging_face import transformers
 from train.config import DrafterConfig
+from train.float8 import Float8Matrix, product
 from train.target import Target
 
 # attention(query [R, heads, D], key [T, kv_heads, D], value [T, kv_heads, D]) -> [R, heads, D]
@@ -188,8 +190,9 @@ class Matrices(NamedTuple):
     query: Tensor  # [heads*D, H], from the normed feature
     key_value: Tensor  # [2*kv_heads*D, H]
     out: Tensor  # [H, heads*D]
-    gate_up: Tensor  # [2*I, H]
-    down: Tensor  # [H, I]
+    gate: Tensor | Float8Matrix  # [I, H]; apart from `up`, so that their gradients are written where they are read
+    up: Tensor | Float8Matrix  # [I, H]
+    down: Tensor | Float8Matrix  # [H, I]
 
 
 class Drafter(nn.Module):
@@ -207,6 +210,7 @@ class Drafter(nn.Module):
                 f"expected [{shape.draft_vocab_size}] and [{shape.vocab_size}]"
             )
         self.shape = shape
+        self.activation_checkpointing = "none"  # mlp | layer: what the backward pass computes again, see TrainConfig
         width = shape.num_boundaries * shape.hidden_size
         if shape.norm_before_fc:
             self.input_norm = RMSNorm(width, shape.rms_norm_eps)
@@ -227,25 +231,30 @@ class Drafter(nn.Module):
         """[V] int64, the target's id of every draft token."""
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
 
-    def matrices(self, dtype: torch.dtype) -> Matrices:
-        """Differentiable copies of the masters in `dtype`; the masters themselves where it is theirs already."""
+    def matrices(self, dtype: torch.dtype, *, float8: bool = False) -> Matrices:
+        """Differentiable copies of the masters in `dtype`; the masters themselves where it is theirs already.
+
+        float8  rounds the MLP's matrices, half of all the work, further
+        """
         layer, attention, mlp = self.midlayer, self.midlayer.self_attn, self.midlayer.mlp
         hidden = self.shape.hidden_size
         query, key, value = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight  # [., 2H]
         token = torch.cat([w[:, :hidden] for w in (query, key, value)]) * layer.input_layernorm.weight
+        in_mlp = Float8Matrix.of if float8 else lambda matrix: matrix
         return Matrices(
             fc=self.fc.weight.to(dtype),
             token=token.to(dtype),
             query=query[:, hidden:].to(dtype),
             key_value=torch.cat([key[:, hidden:].to(dtype), value[:, hidden:].to(dtype)]),
             out=attention.o_proj.weight.to(dtype),
-            gate_up=torch.cat([mlp.gate_proj.weight.to(dtype), mlp.up_proj.weight.to(dtype)]),
-            down=mlp.down_proj.weight.to(dtype),
+            gate=in_mlp(mlp.gate_proj.weight.to(dtype)),
+            up=in_mlp(mlp.up_proj.weight.to(dtype)),
+            down=in_mlp(mlp.down_proj.weight.to(dtype)),
         )
 
     def compile(self, *, backend: str | Callable = "inductor") -> None:
         """Let torch.compile fuse what lies between the matrix products and around attention: no graph breaks."""
-        for part in ("project", "read_tokens", "before_attention", "after_attention"):
+        for part in ("project", "read_tokens", "before_attention", "after_attention", "feed_forward"):
             setattr(self, part, torch.compile(getattr(self, part), backend=backend, fullgraph=True))
 
     def project(self, aux: Tensor, matrices: Matrices) -> Tensor:
@@ -285,13 +294,26 @@ class Drafter(nn.Module):
         query = (linear(x, matrices.query) + from_token).unflatten(-1, (shape.num_attention_heads, -1))
         return rotate(query, *rotary), key, value.contiguous(), feature
 
-    def after_attention(self, attended: Tensor, residual: Tensor, matrices: Matrices) -> tuple[Tensor, Tensor]:
-        """attended [R, heads, D], residual [R, H] -> normed output and next feature [R, H]."""
-        residual = residual + linear(attended.flatten(-2), matrices.out)
-        gate, up = linear(self.midlayer.post_attention_layernorm(residual), matrices.gate_up).chunk(2, dim=-1)
-        output = residual + linear(silu(gate) * up, matrices.down)
+    def after_attention(self, attended: Tensor, residual: Tensor, matrices: Matrices) -> Tensor:
+        """attended [R, heads, D] joins the residual stream [R, H]."""
+        return residual + linear(attended.flatten(-2), matrices.out)
+
+    def feed_forward(self, residual: Tensor, matrices: Matrices) -> tuple[Tensor, Tensor]:
+        """residual [R, H] -> normed output and next feature [R, H]."""
+        mlp = matrices.gate, matrices.up, matrices.down
+        if self.activation_checkpointing == "none":
+            output = self.mlp(residual, *mlp)
+        else:
+            output = checkpoint(self.mlp, residual, *mlp, use_reentrant=False, preserve_rng_state=False)
         normed = self.norm(output)
         return normed, normed if self.shape.norm_output else output
+
+    def mlp(
+        self, residual: Tensor, gate: Tensor | Float8Matrix, up: Tensor | Float8Matrix, down: Tensor | Float8Matrix
+    ) -> Tensor:
+        """SwiGLU of the normed residual stream, added to it: [R, H]."""
+        x = self.midlayer.post_attention_layernorm(residual)
+        return residual + product(silu(product(x, gate)) * product(x, up), down)
 
     def forward(
         self,
@@ -302,7 +324,7 @@ class Drafter(nn.Module):
         attention: Attention,
         matrices: Matrices,
         active: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One pass of the layer.
 
         from_token  [T, (heads + 2*kv_heads)*D], from `read_tokens`, of the token that each row reads
@@ -310,10 +332,19 @@ class Drafter(nn.Module):
         positions   [T]     int64, rotary
         active      [R]     int64, the rows whose output is wanted; None: all of them
 
-        Returns the normed output [R, H], which `lm_head` reads, and the feature [R, H] of the next depth.
+        Returns the normed output [R, H], which `lm_head` reads, the feature [R, H] of the next depth, and this
+        depth's key and value [T, kv_heads, D].
         """
-        query, key, value, residual = self.before_attention(from_token, feature, positions, active, matrices)
-        return self.after_attention(attention(query, key, value), residual, matrices)
+
+        def attend(from_token: Tensor, feature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value, residual = self.before_attention(from_token, feature, positions, active, matrices)
+            return self.after_attention(attention(query, key, value), residual, matrices), key, value
+
+        if self.activation_checkpointing == "layer":
+            residual, key, value = checkpoint(attend, from_token, feature, use_reentrant=False, preserve_rng_state=False)
+        else:
+            residual, key, value = attend(from_token, feature)
+        return *self.feed_forward(residual, matrices), key, value
 
     @torch.no_grad()
     def initialize(self, target: Target, *, std: float, head_from_target: bool, seed: int) -> None:
