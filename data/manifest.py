@@ -18,6 +18,7 @@ from data.schema import Provenance
 
 SCHEMA_VERSION = 1
 FILE = "manifest.json"
+REMOTE = "remote.json"  # says where the shards of a folder are that are not in it: data/storage.py
 
 _INDEX_COLUMNS = ("ids", "sources", "num_tokens", "num_supervised", "offsets", "sizes")
 
@@ -67,11 +68,19 @@ class Manifest:
         """Raises ValueError if there is none, it cannot be read, or it is of another schema version."""
         file = Path(folder) / FILE
         try:
-            content = json.loads(file.read_text())
-            version = content["schema_version"]
+            return cls.parse(file.read_text(), file=str(file))
         except FileNotFoundError:
             raise ValueError(f"{folder} has no manifest.json: run python extract/main.py out={folder}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} cannot be read ({error}): extract again") from error
+
+    @classmethod
+    def parse(cls, text: str, *, file: str) -> Manifest:
+        """`text` of the file named `file`. Raises ValueError as `load` does."""
+        try:
+            content = json.loads(text)
+            version = content["schema_version"]
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} cannot be read ({error}): extract again") from error
         if version != SCHEMA_VERSION:
             raise ValueError(f"{file} has schema version {version}, this Eyas reads {SCHEMA_VERSION}: extract again")
@@ -116,7 +125,8 @@ def read_index(out: Path, shard: ShardInfo) -> list[Entry]:
     """Raises ValueError naming the file if it is missing or damaged, or the shard is not as long as it was."""
     tar, file = out / shard.name, out / index_name(shard.name)
     try:
-        size, content = tar.stat().st_size, file.read_bytes()
+        elsewhere = not tar.exists() and (out / REMOTE).exists()
+        size, content = shard.bytes if elsewhere else tar.stat().st_size, file.read_bytes()
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename} is missing, the manifest lists it: restore it, or extract again") from error
     if size != shard.bytes:

@@ -15,17 +15,15 @@ import os
 import re
 import struct
 import tarfile
-import threading
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from data.growing import GrowingFile
 from data.manifest import (
     FILE,
     Entry,
@@ -48,10 +46,9 @@ from data.schema import (
     safe_key,
     stored_columns,
 )
+from data.storage import Remote
 
 _TAR_BLOCK = 512
-_BEHIND_BYTES = 1 << 28  # written and not yet hashed, at most
-_FLUSH_BYTES = 1 << 28  # after so many the disk is told to write, so that it has little left at the shard's end
 
 
 class ShardWriter:
@@ -60,6 +57,7 @@ class ShardWriter:
     out          folder; may hold earlier shards of the same provenance
     shard_bytes  a shard is finished once it is this large
     part         "i/n" if n servers make the dataset, each a part of it
+    on_finished  called after every shard that was finished, like Uploader.send
 
     A shard gets its name when it is complete and on disk, and then a line in the manifest: after a
     crash or an exception every finished shard counts, and the unfinished one is gone. Raises
@@ -68,11 +66,19 @@ class ShardWriter:
     """
 
     def __init__(
-        self, out: Path | str, *, provenance: Provenance, split: str, shard_bytes: int, part: str | None = None
+        self,
+        out: Path | str,
+        *,
+        provenance: Provenance,
+        split: str,
+        shard_bytes: int,
+        part: str | None = None,
+        on_finished: Callable[[], None] = lambda: None,
     ) -> None:
         if split not in SPLITS:
             raise ValueError(f"split={split}: expected {' or '.join(SPLITS)}")
         self.out, self.provenance, self.split, self.shard_bytes = Path(out), provenance, split, shard_bytes
+        self._on_finished = on_finished
         self.out.mkdir(parents=True, exist_ok=True)
         self._lock = lock(self.out / f".{split}.lock", wait=False)
         try:
@@ -88,7 +94,7 @@ class ShardWriter:
         except BaseException:
             self._lock.close()
             raise
-        self._file: IO[bytes] | None = None
+        self._file: GrowingFile | None = None
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -121,13 +127,13 @@ class ShardWriter:
         states, size = _member(f"{key}.safetensors", payload)
         try:
             self._open()
-            offset = self._written + sum(chunk.nbytes for chunk in (*chunks, states[0]))
-            self._append([*chunks, *states])
+            offset = self._file.size + sum(chunk.nbytes for chunk in (*chunks, states[0]))
+            self._file.append([*chunks, *states])
         except OSError as error:
             self._fail(error)
         self._ids.add(record.id)
         self._entries.append(Entry(record.id, record.source, record.num_tokens, num_supervised, offset, size))
-        if self._written >= self.shard_bytes:
+        if self._file.size >= self.shard_bytes:
             self._finish()
 
     def close(self) -> None:
@@ -139,11 +145,8 @@ class ShardWriter:
     def abandon(self) -> None:
         """Removes the unfinished shard; finished ones stay."""
         if self._file is not None:
-            self._digest.result()
-            self._flusher.shutdown()
-            self._file.close()
+            self._file.discard()
             self._file = None
-            self._temporary.unlink(missing_ok=True)
         self._lock.close()
 
     def _check(self, manifest: Manifest, part: str | None) -> None:
@@ -164,38 +167,15 @@ class ShardWriter:
         names = [shard.name for shard in Manifest.load(self.out).shards if shard.split == self.split]
         numbers = [int(re.search(r"(\d+)\.tar$", name)[1]) for name in names]  # a bad shard may have been taken out
         self._name = f"{self.split}-{max(numbers, default=-1) + 1:06d}.tar"
-        self._temporary = self.out / f".{self._name}.tmp"
-        self._file = self._temporary.open("wb", buffering=0)
-        self._digest, self._flusher = _Digest(), ThreadPoolExecutor(1)
-        self._flushed: Future | None = None
-        self._written, self._entries = 0, []
-
-    def _append(self, chunks: list[memoryview]) -> None:
-        chunks = [chunk for chunk in chunks if chunk.nbytes]
-        self._digest.add(list(chunks))
-        before = self._written
-        while chunks:
-            count = os.writev(self._file.fileno(), chunks)  # may be less than all of it
-            self._written += count
-            while chunks and count >= chunks[0].nbytes:
-                count -= chunks.pop(0).nbytes
-            if count:
-                chunks[0] = chunks[0][count:]
-        if before // _FLUSH_BYTES < self._written // _FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
-            self._flushed = self._flusher.submit(os.fdatasync, self._file.fileno())
+        self._file, self._entries = GrowingFile(self.out / f".{self._name}.tmp"), []
 
     def _finish(self) -> None:
         """End of archive, to the disk, index, final name, manifest: in this order."""
         try:
-            self._append([memoryview(bytes(2 * _TAR_BLOCK))])
-            sha256 = self._digest.result()
-            self._flusher.shutdown()
-            if self._flushed is not None:
-                self._flushed.result()
-            os.fsync(self._file.fileno())
+            self._file.append([memoryview(bytes(2 * _TAR_BLOCK))])
+            sha256 = self._file.finish()
             index_sha256 = write_index(self.out, self._name, self._entries)
-            self._file.close()
-            os.replace(self._temporary, self.out / self._name)
+            os.replace(self._file.path, self.out / self._name)
         except OSError as error:
             self._fail(error)
         except ValueError:
@@ -207,14 +187,19 @@ class ShardWriter:
             samples=len(self._entries),
             tokens=sum(entry.num_tokens for entry in self._entries),
             supervised=sum(entry.num_supervised for entry in self._entries),
-            bytes=self._written,
+            bytes=self._file.size,
             sha256=sha256,
             index_sha256=index_sha256,
         )
         self._file = None
-        with manifest_lock(self.out):
-            manifest = Manifest.load(self.out)
-            replace(manifest, shards=(*manifest.shards, info), complete=False).save(self.out)
+        try:
+            with manifest_lock(self.out):
+                manifest = Manifest.load(self.out)
+                replace(manifest, shards=(*manifest.shards, info), complete=False).save(self.out)
+        except ValueError:
+            (self.out / self._name).unlink()  # its space may be what is missing
+            raise
+        self._on_finished()
 
     def _fail(self, error: OSError) -> None:
         self.abandon()
@@ -222,45 +207,6 @@ class ShardWriter:
             f"cannot write {self.out / self._name}: {error.strerror or error}; {len(finished_ids(self.out))} finished "
             f"records are kept: free some space and run again, it continues there"
         ) from error
-
-
-class _Digest(threading.Thread):
-    """sha256 of what is written, behind the writer on a thread of its own: hashing does not hold the interpreter."""
-
-    def __init__(self) -> None:
-        super().__init__(name="sha256", daemon=True)
-        self._sha256, self._pending, self._bytes = hashlib.sha256(), deque[list[memoryview]](), 0
-        self._ended, self._changed = False, threading.Condition()
-        self.start()
-
-    def add(self, chunks: list[memoryview]) -> None:
-        """Their memory must stay as it is. Waits while _BEHIND_BYTES or more are not hashed yet."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._bytes < _BEHIND_BYTES)
-            self._pending.append(chunks)
-            self._bytes += sum(chunk.nbytes for chunk in chunks)
-            self._changed.notify_all()
-
-    def result(self) -> str:
-        """Of all that was added; nothing can be after that."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-        self.join()
-        return self._sha256.hexdigest()
-
-    def run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._ended or self._pending)
-                if not self._pending:
-                    return
-                chunks = self._pending.popleft()
-            for chunk in chunks:
-                self._sha256.update(chunk)
-            with self._changed:
-                self._bytes -= sum(chunk.nbytes for chunk in chunks)
-                self._changed.notify_all()
 
 
 class Shard:
@@ -276,14 +222,14 @@ class Shard:
         return {**self.__dict__, "_map": None}
 
     def read(self, i: int) -> Record:
-        """Record i of the shard; its tensors are views, so do not write to them. Raises ValueError if it is damaged."""
+        """Record i of the shard; its tensors are views, so do not write to them.
+
+        Raises ValueError if it is damaged, or the place where the shard is cannot be reached.
+        """
         entry = self.entries[i]
-        if self._map is None:
-            with (self.folder / self.info.name).open("rb") as file:
-                # a private copy-on-write map: torch takes it as writable, the file stays as it is
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        buffer, offset = self._bytes(entry)
         try:
-            columns = decode(self._map, offset=entry.offset, size=entry.size, columns=self._columns)
+            columns = decode(buffer, offset=offset, size=entry.size, columns=self._columns)
             record = Record(id=entry.id, source=entry.source, split=self.info.split, **columns)
             if record.num_tokens != entry.num_tokens:
                 raise ValueError(f"{record.num_tokens} tokens, the index says {entry.num_tokens}")
@@ -293,10 +239,24 @@ class Shard:
         return record
 
 
+    def _bytes(self, entry: Entry) -> tuple[mmap.mmap | bytearray, int]:
+        """Where the record's bytes are in memory: a buffer, and the offset in it."""
+        file = self.folder / self.info.name
+        if self._map is None:
+            if not file.exists() and (remote := Remote.of(self.folder)):
+                if not remote.keep:
+                    return remote.read(self.info.name, entry.offset, entry.size), 0
+                remote.download(self.info, self.folder)
+            with file.open("rb") as content:
+                # a private copy-on-write map: torch takes it as writable, the file stays as it is
+                self._map = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._map, entry.offset
+
+
 class ShardReader:
     """Random access to the records of one split of a dataset, without a copy.
 
-    path      folder with a manifest.json; split: train | validation
+    path      folder with a manifest.json, for s3://… what data.storage.local_folder gives; split: train | validation
     lengths   int64 [n], tokens per record; entries [n]; provenance
     complete  everything that was asked for is here; else `refresh` may find more
 
@@ -313,7 +273,7 @@ class ShardReader:
         self.shards: list[Shard] = []
         self.entries: list[Entry] = []
         self._starts: list[int] = []  # [shards], number of the first record of each
-        self.refresh()
+        self._take_up()
 
     def refresh(self) -> int:
         """Takes up what was finished since; how many records are new. Those before keep their numbers.
@@ -321,6 +281,11 @@ class ShardReader:
         A dataset may be read while it is still written: a shard is in the manifest when it is complete.
         Raises ValueError if it was replaced by another.
         """
+        if (remote := Remote.of(self.path)) and remote.mirror:
+            remote.pull(self.path)
+        return self._take_up()
+
+    def _take_up(self) -> int:
         manifest = Manifest.load(self.path)
         infos = [info for info in manifest.shards if info.split == self.split]
         known = [shard.info for shard in self.shards]

@@ -24,6 +24,7 @@ from data.embedded import ensure_target  # noqa: E402
 from data.manifest import Manifest, index_name, remove_shards  # noqa: E402
 from data.schema import SPLITS, Provenance, Record, check_same, safe_key  # noqa: E402
 from data.shards import Shard  # noqa: E402
+from data.storage import local_folder, whole  # noqa: E402
 
 CHUNK_BYTES = 1 << 22  # of a shard, hashed at a time
 
@@ -32,7 +33,7 @@ CHUNK_BYTES = 1 << 22  # of a shard, hashed at a time
 class VerifyConfig:
     """What is to be proved. YAML: conf/verify.yaml.
 
-    shards      folder with a manifest.json
+    shards      folder with a manifest.json, or s3://…: every shard is downloaded for a moment
     target      that it must have been captured from; null: whichever the manifest names
     remove_bad  take bad shards out of the dataset: the command that made it captures their records again
     """
@@ -64,7 +65,7 @@ class Verified:
 
 @stage("verify")
 def main(config: VerifyConfig) -> dict:
-    path = Path(config.shards)
+    path = local_folder(config.shards)
     provenance = Manifest.load(path).provenance
     if config.target is not None:
         expected = Provenance.of_target(
@@ -110,27 +111,32 @@ def verify(path: Path | str, *, progress: bool = False) -> Verified:
     whole: an id in one record only, nothing temporary and nothing unlisted left.
     Raises ValueError if there is no manifest that can be read.
     """
-    path, manifest = Path(path), Manifest.load(path)
+    path = local_folder(path)
+    manifest = Manifest.load(path)
     found, seen = Verified(complete=manifest.complete), {}
     size = sum(shard.bytes for shard in manifest.shards)
     with tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=not progress) as bar:
         for info in manifest.shards:
             try:
-                shard = Shard(path, info, manifest.provenance)
+                with whole(path, info) as folder:
+                    _check_shard(Shard(folder, info, manifest.provenance), found, seen, bar)
             except ValueError as error:
                 found.add(info.name, str(error))
                 bar.update(info.bytes)
-                continue
-            with ThreadPoolExecutor(1) as thread:  # hashing does not hold the interpreter
-                digest = thread.submit(_sha256, path / info.name, bar)
-                _check_members(path / info.name, shard, found)
-                _check_records(shard, found, seen)
-                if digest.result() != info.sha256:
-                    found.add(info.name, "its sha256 is not the manifest's: bytes changed on the disk")
             found.shards += info.name not in found.problems
             found.bytes += info.bytes
     _check_leftovers(path, manifest, found)
     return found
+
+
+def _check_shard(shard: Shard, found: Verified, seen: dict[str, str], bar: tqdm) -> None:
+    file = shard.folder / shard.info.name
+    with ThreadPoolExecutor(1) as thread:  # hashing does not hold the interpreter
+        digest = thread.submit(_sha256, file, bar)
+        _check_members(file, shard, found)
+        _check_records(shard, found, seen)
+        if digest.result() != shard.info.sha256:
+            found.add(file.name, "its sha256 is not the manifest's: bytes changed on the disk")
 
 
 def _sha256(file: Path, bar: tqdm) -> str:

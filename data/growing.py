@@ -1,0 +1,94 @@
+"""A file that is written once, front to back: hashed and flushed behind the writer, on threads of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+_BEHIND_BYTES = 1 << 28  # written and not yet hashed, at most
+_FLUSH_BYTES = 1 << 28  # after so many the disk is told to write, so that it has little left at the file's end
+
+
+class GrowingFile:
+    """A new file at `path`. size: bytes written so far. Every method raises OSError if the disk is full."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        self._file = path.open("wb", buffering=0)
+        self._digest, self._flusher = _Digest(), ThreadPoolExecutor(1)
+        self._flushed: Future | None = None
+
+    def append(self, chunks: list[memoryview]) -> None:
+        """Writes them; their memory must stay as it is, since it is hashed later."""
+        chunks = [chunk for chunk in chunks if chunk.nbytes]
+        self._digest.add(list(chunks))
+        before = self.size
+        while chunks:
+            count = os.writev(self._file.fileno(), chunks)  # may be less than all of it
+            self.size += count
+            while chunks and count >= chunks[0].nbytes:
+                count -= chunks.pop(0).nbytes
+            if count:
+                chunks[0] = chunks[0][count:]
+        if before // _FLUSH_BYTES < self.size // _FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
+            self._flushed = self._flusher.submit(os.fdatasync, self._file.fileno())
+
+    def finish(self) -> str:
+        """Everything is on the disk; its sha256."""
+        sha256 = self._digest.result()
+        self._flusher.shutdown()
+        if self._flushed is not None:
+            self._flushed.result()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return sha256
+
+    def discard(self) -> None:
+        """Removes the file."""
+        self._digest.result()
+        self._flusher.shutdown()
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+class _Digest(threading.Thread):
+    """sha256 of what is added, in order. Hashing does not hold the interpreter."""
+
+    def __init__(self) -> None:
+        super().__init__(name="sha256", daemon=True)
+        self._sha256, self._pending, self._bytes = hashlib.sha256(), deque[list[memoryview]](), 0
+        self._ended, self._changed = False, threading.Condition()
+        self.start()
+
+    def add(self, chunks: list[memoryview]) -> None:
+        """Waits while _BEHIND_BYTES or more are not hashed yet."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._bytes < _BEHIND_BYTES)
+            self._pending.append(chunks)
+            self._bytes += sum(chunk.nbytes for chunk in chunks)
+            self._changed.notify_all()
+
+    def result(self) -> str:
+        """Of all that was added; nothing can be after that."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self.join()
+        return self._sha256.hexdigest()
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self._pending)
+                if not self._pending:
+                    return
+                chunks = self._pending.popleft()
+            for chunk in chunks:
+                self._sha256.update(chunk)
+            with self._changed:
+                self._bytes -= sum(chunk.nbytes for chunk in chunks)
+                self._changed.notify_all()
