@@ -30,6 +30,7 @@ from train import attention, loss, optim
 from train.attention import Documents
 from train.config import OptimConfig
 from train.model import Drafter, DrafterShape
+from train.plan import flops_per_step
 from train.target import Target
 from train.unroll import TrainingTimeTest, counted_rows
 
@@ -106,16 +107,6 @@ def random_batch(case: Case, masks: list[Tensor], *, seed: int = 0) -> Batch:
         cu_seqlens=edges.int(),
         max_seqlen=max(lengths),
     )
-
-
-def flops_per_step(shape: DrafterShape, lengths: tuple[int, ...]) -> float:
-    """Of the matrix products and of causal attention; every row asks, forward and backward, nothing recomputed."""
-    width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    hidden, tokens = shape.hidden_size, sum(lengths)
-    layer = hidden * (2 * (width + 2 * kv_width) + width + 3 * shape.intermediate_size + shape.draft_vocab_size)
-    once = 4 * 3 * hidden * hidden + 2 * hidden * shape.vocab_size  # fc has no gradient of its input; the teacher none
-    scores = sum(3.5 * 2 * n * n * width for n in lengths)  # 4 n^2 D, half of it causal, and 2.5 times back
-    return tokens * (once + DEPTHS * 6 * layer) + DEPTHS * scores
 
 
 class Eyas:
@@ -230,7 +221,7 @@ def run_case(case: Case, *, ceiling: float) -> list[dict]:
     for variant, options in case.variants:
         eyas = Eyas(case, target, fused=CUDA, **options)
         found = measure(eyas, [eyas.prepare(random_batch(case, masks))])
-        flops = flops_per_step(case.shape, case.lengths)
+        flops = flops_per_step(case.shape, case.lengths, depths=DEPTHS)
         lines.append(row(case, f"Eyas{variant}", found, tokens=tokens, supervised=tokens, flops=flops, ceiling=ceiling))
         del eyas
         free()
@@ -245,7 +236,7 @@ def run_case(case: Case, *, ceiling: float) -> list[dict]:
                 print(f"{case.name:16} {name:34} failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 free()
                 continue
-            peer_flops = flops_per_step(case.shape, (length,) * size)
+            peer_flops = flops_per_step(case.shape, (length,) * size, depths=DEPTHS)
             n = size * length
             lines.append(row(case, name, found, tokens=n, supervised=n, flops=peer_flops, ceiling=ceiling))
             free()
@@ -284,7 +275,7 @@ def run_mix(prompts: PromptSet, *, shape: DrafterShape, ceiling: float, budget: 
     chosen = [[masks[piece.index] for piece in planned[i]] for i in order]
     fill = sum(len(mask) for documents in chosen for mask in documents) / (budget * len(chosen))
     supervised = sum(int(mask.sum()) for documents in chosen for mask in documents) / len(chosen)
-    flops = sum(flops_per_step(shape, tuple(len(m) for m in documents)) for documents in chosen) / len(chosen)
+    flops = sum(flops_per_step(shape, tuple(len(m) for m in documents), depths=DEPTHS) for documents in chosen) / len(chosen)
     tokens, lines = int(fill * budget), []
     for variant, options in case.variants:
         eyas = Eyas(case, target, fused=CUDA, **options)

@@ -6,6 +6,7 @@ launch/plan.py prints a plan for machines that are not at hand, and train/main.p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from train.model import DrafterShape
 
 GIB = 2**30
 FLOAT32, BF16 = 4, 2  # bytes
-LOGITS_CHUNK = 1 << 28  # elements, train/kernels/linear_loss.py
+BESIDE = 2 * GIB  # CUDA context, NCCL, what the allocator cannot use
 MEASURED_MFU = 0.58  # of the H200's peak, 8B shape, docs/LOG.md: what hours are worked out with
 
 # Dense bf16 products with float32 sums, TFLOP/s, without sparsity. The first name that is part of the device's wins.
@@ -26,7 +27,6 @@ PEAK_TFLOPS = {
     "RTX PRO 6000 Blackwell Max-Q": 438.9,  # NVIDIA RTX Blackwell PRO architecture paper, at its boost clock
     "RTX PRO 6000": 503.8,  # the same paper, workstation edition: 1007.6 with sparsity
     "A100": 312.0,  # NVIDIA A100 datasheet
-    "A10G": 70.0,  # NVIDIA A10G in AWS' g5 documentation
     "A10": 125.0,  # NVIDIA A10 datasheet
     "L40S": 362.1,  # NVIDIA L40S datasheet: 733 with sparsity
     "L4": 121.0,  # NVIDIA L4 datasheet: 242 with sparsity
@@ -40,7 +40,7 @@ PEAK_TFLOPS = {
 
 def peak_tflops(device_name: str) -> float | None:
     """Dense bf16 TFLOP/s of a device by the name that CUDA gives it; None for one that the table does not have."""
-    return next((peak for name, peak in PEAK_TFLOPS.items() if name.lower() in device_name.lower()), None)
+    return next((peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name, re.IGNORECASE)), None)
 
 
 # ---- operations ---------------------------------------------------------------------------------
@@ -49,23 +49,36 @@ def peak_tflops(device_name: str) -> float | None:
 def flops_per_step(
     shape: DrafterShape, lengths: Sequence[int], *, depths: int, asking: Sequence[int] | None = None
 ) -> float:
-    """Floating-point operations of one step: matrix products and causal attention, forward and backward.
+    """Floating-point operations of one step over documents.
 
     lengths  tokens of each document
-    asking   rows of each document that ask, its last ones; None: all of them. The rows before give a key and a value
-             at depth 0, and nothing else
-
-    Nothing that is recomputed counts, nor what the plain definition needs and a rearrangement saves.
+    asking   rows of each document that ask, its last ones; None: all of them
     """
     asking = lengths if asking is None else asking
+    pairs = sum(pairs_seen(n, a) for n, a in zip(lengths, asking, strict=True))
+    return flops(shape, tokens=sum(lengths), rows=sum(asking), pairs=pairs, depths=depths)
+
+
+def pairs_seen(length: int, asking: int) -> int:
+    """Twice the pairs of query and key that causal attention has, where the last `asking` of `length` rows ask."""
+    return asking * (2 * length - asking)
+
+
+def flops(shape: DrafterShape, *, tokens: int, rows: int, pairs: int, depths: int) -> float:
+    """Of matrix products and causal attention, forward and backward.
+
+    tokens  of all documents; the rows that do not ask give a key and a value at depth 0, and nothing else
+    rows    that ask    pairs  sum of `pairs_seen`
+
+    Nothing that is recomputed counts, and nothing is left out that a rearrangement saves.
+    """
     width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    hidden, tokens, rows = shape.hidden_size, sum(lengths), sum(asking)
+    hidden = shape.hidden_size
     layer = hidden * (2 * (width + 2 * kv_width) + width + 3 * shape.intermediate_size + shape.draft_vocab_size)
     # fc has no gradient of its input; the teacher none
     project, teach = tokens * 4 * shape.num_boundaries * hidden * hidden, rows * 2 * hidden * shape.vocab_size
     only_seen = (tokens - rows) * 6 * hidden * 4 * kv_width
-    seen = sum(a * (2 * n - a) for n, a in zip(lengths, asking, strict=True))  # twice the pairs of causal attention
-    scores = 3.5 * 2 * width * seen  # 4 n^2 D, half of it causal, and 2.5 times back
+    scores = 3.5 * 2 * width * pairs  # 4 n^2 D, half of it causal, and 2.5 times back
     return project + teach + depths * (rows * 6 * layer + scores) + only_seen
 
 
@@ -93,8 +106,6 @@ class Engine:
         return f"ZeRO-{self.zero}" if self.zero else ("DDP" if self.devices > 1 else "one process")
 
 
-ENGINES = (0, 1, 2, 3)
-
 
 def optimizer_bytes(shape: DrafterShape, *, optimizer: str) -> int:
     """AdamW keeps two float32 moments for each parameter, Muon one for each matrix of the layer."""
@@ -112,10 +123,12 @@ def memory(
     optimizer: str = "adamw",
     ema: bool = False,
     engine: Engine = Engine(),
+    checkpointing: str = "none",
 ) -> dict[str, int]:
     """Bytes of one GPU at a step's peak, by part; their sum is the peak. For attention=fused, compile, bf16.
 
-    tokens  of a pack    rows  that ask; None: all tokens
+    tokens         of a pack    rows  that ask; None: all tokens
+    checkpointing  none | mlp | layer, as activation_checkpointing
 
     The peak lies where the backward pass begins. What the CUDA context, NCCL and the allocator's gaps take comes on
     top: leave 2 GiB, and a tenth for packs whose shapes differ.
@@ -137,16 +150,17 @@ def memory(
     if engine.devices > 1:
         gradients = FLOAT32 * (total // share if engine.zero >= 2 else total)
     token_part = (width + 2 * kv_width) * hidden * FLOAT32  # the tokens' half of q, k, v, saved for its norm's gradient
+    asked = width + width + FLOAT32 // BF16 * shape.num_attention_heads  # query, output, log-sum-exp
     per_depth = {
-        "attention": width + width + 2 * kv_width + FLOAT32 // BF16 * shape.num_attention_heads,  # q, output, k, v, lse
-        "MLP": 3 * inner,  # gate, up, and their product
+        "attention": 2 * kv_width + (asked if checkpointing != "layer" else 0),
+        "MLP": 3 * inner if checkpointing == "none" else 0,  # gate, up, and their product
         "residuals": 3 * hidden + (hidden if shape.norm_output else 0),  # before and after the MLP, normed for the head
     }
     parts = {
         "masters, float32": masters,
         "gradients": gradients,
         f"{optimizer}'s state": states // share,
-        "average of the weights": masters if ema else 0,
+        "average of the weights": FLOAT32 * total // (share if engine.zero == 3 else 1) if ema else 0,
         "matrices in bf16, with their gradients": 2 * BF16 * layer + token_part,
         "target's embedding and head": 2 * BF16 * shape.vocab_size * hidden,
         "the pack and its projections": BF16 * tokens * (
@@ -157,7 +171,8 @@ def memory(
     for name, size in per_depth.items():
         parts[f"{name}, {depths} depths"] = BF16 * rows * depths * size
     parts["gradients of the outputs"] = 2 * BF16 * rows * depths * hidden
-    parts["one depth's backward pass"] = BF16 * rows * (4 * inner + 3 * hidden)
+    again = 0 if checkpointing == "none" else 3 * inner
+    parts["one depth's backward pass"] = BF16 * rows * (4 * inner + 3 * hidden + again)
     return {name: size for name, size in parts.items() if size}
 
 
@@ -172,14 +187,12 @@ def checkpoint_bytes(shape: DrafterShape, *, optimizer: str, ema: bool) -> int:
 # ---- communication ------------------------------------------------------------------------------
 
 
-def communication_bytes(shape: DrafterShape, engine: Engine) -> int:
-    """Bytes that one GPU sends (and receives) in a step, over rings, everything in float32.
+def communication_bytes(shape: DrafterShape, engine: Engine, *, gradient_bytes: int = FLOAT32) -> int:
+    """Bytes that one GPU sends (and receives) in a step, over rings. gradient_bytes: of one gradient on its way.
 
-    DDP adds the gradients up: 2 (n-1)/n of them. ZeRO-1 and 2 scatter the sums and gather the new weights, which is
-    as much. ZeRO-3 gathers the weights before the forward and before the backward pass, and scatters the gradients.
+    DDP sums the gradients in two rounds of (n-1)/n each. ZeRO-1 and 2 sum them in one, and gather the new float32
+    weights in another. ZeRO-3 gathers the weights before the forward and before the backward pass.
     """
-    if engine.devices == 1:
-        return 0
-    rounds = 3 if engine.zero == 3 else 2
-    whole = FLOAT32 * sum(num_parameters(shape).values())
-    return whole * rounds * (engine.devices - 1) // engine.devices
+    gradients, weights = {0: (2, 0), 1: (1, 1), 2: (1, 1), 3: (1, 2)}[engine.zero]
+    count = sum(num_parameters(shape).values())
+    return count * (gradients * gradient_bytes + weights * FLOAT32) * (engine.devices - 1) // engine.devices

@@ -1,0 +1,116 @@
+"""The start-up block: what a run will do and what it will take, before it does it. `plan=true` stops after it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from data.shards import ShardReader
+from data.stream import plan_epoch
+from train import plan
+from train.config import TrainConfig
+from train.model import DrafterShape
+from train.plan import GIB, Engine
+
+
+def briefing(
+    config: TrainConfig, shape: DrafterShape, reader: ShardReader, *, device: torch.device, num_processes: int
+) -> str:
+    """Lines for the terminal. reader: of the train split."""
+    engine = Engine(num_processes, int(config.engine.name.removeprefix("zero")) if config.engine.name != "ddp" else 0)
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
+    steps, fullest = _steps(config, reader)
+    tokens = int(reader.lengths.sum())
+    supervised, disk = (sum(getattr(shard.info, name) for shard in reader.shards) for name in ("supervised", "bytes"))
+    pack = config.batch.tokens_per_pack if config.batch.pad_packs else min(fullest, config.batch.tokens_per_pack)
+    saved = plan.checkpoint_bytes(shape, optimizer=config.optim.name, ema=config.optim.ema is not None)
+    kept = (config.keep_checkpoints + 1) * saved  # and the best
+    lines = {
+        "target": f"{config.target.name}, boundaries {list(config.target.boundaries)}",
+        "data": f"{len(reader):,} conversations, {_count(tokens)} tokens, {_count(supervised)} supervised; "
+        f"{_size(disk)} of shards ({reader.provenance.codec})",
+        "drafter": f"{_count(sum(plan.num_parameters(shape).values()))} parameters, {config.drafter.depths} depths, "
+        f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens; {config.attention} attention, {config.precision}",
+        "steps": f"{steps:,} in {config.epochs} epochs, {_per_step(config)}, packs of {config.batch.tokens_per_pack:,} tokens",
+        "devices": f"{num_processes} x {name}, {engine.name}; float32 masters, {config.optim.name}"
+        + (f", {plan.communication_bytes(shape, engine, gradient_bytes=_gradient_bytes(config)) / 1e9:.2f} GB sent and "
+           "received a step by each" if num_processes > 1 else ""),
+        "memory": _memory(config, shape, engine, tokens=pack, device=device if on_gpu else None),
+        "work": _work(config, shape, reader, name=name, devices=num_processes),
+        "checkpoints": f"{_size(saved)} each, at most {_size(kept)} in {config.out} ({_size(_free(Path(config.out)))} free there)",
+    }  # fmt: skip
+    if kept > _free(Path(config.out)):
+        lines["checkpoints"] += ": TOO LITTLE: set keep_checkpoints=1, or another out="
+    return "\n".join(f"  {label:<12} {text}" for label, text in lines.items() if text)
+
+
+def _steps(config: TrainConfig, reader: ShardReader) -> tuple[int, int]:
+    """Steps of the whole run, and tokens of the fullest pack."""
+    batch = config.batch
+    epoch = plan_epoch(
+        reader.lengths, seed=config.seed, epoch=0, tokens_per_pack=batch.tokens_per_pack,
+        conversations_per_step=batch.conversations_per_step, packs_per_step=batch.packs_per_step,
+    )  # fmt: skip
+    fullest = max(sum(piece.stop - piece.start for piece in pack) for step in epoch for pack in step)
+    if config.follow:
+        return config.epochs * -(-config.follow_conversations // batch.conversations_per_step), fullest
+    return config.epochs * len(epoch), fullest
+
+
+def _memory(config: TrainConfig, shape: DrafterShape, engine: Engine, *, tokens: int, device: torch.device | None) -> str:
+    if device is None or config.attention != "fused":
+        return ""  # the estimate is of the fused step
+    parts = plan.memory(
+        shape, tokens=tokens, depths=config.drafter.depths, optimizer=config.optim.name, ema=config.optim.ema is not None,
+        engine=engine, checkpointing=config.activation_checkpointing,
+    )  # fmt: skip
+    needed, there = sum(parts.values()) + plan.BESIDE, torch.cuda.get_device_properties(device).total_memory
+    text = f"about {needed / GIB:.1f} of {there / GIB:.0f} GiB of each GPU, if every row of a full pack asks"
+    if needed > there:
+        text += ": TOO MUCH: lower batch.tokens_per_pack, or set activation_checkpointing=layer"
+    return text + "".join(f"\n  {'':<12}   {size / GIB:6.2f} GiB  {part}" for part, size in parts.items())
+
+
+def _work(config: TrainConfig, shape: DrafterShape, reader: ShardReader, *, name: str, devices: int) -> str:
+    """An upper bound: as if every row asked."""
+    operations = config.epochs * plan.flops_per_step(shape, reader.lengths.tolist(), depths=config.drafter.depths)
+    text = f"{operations / 1e15:,.1f} PFLOP at most"
+    peak = config.tracker.peak_tflops or plan.peak_tflops(name)
+    if peak is None or config.attention != "fused":
+        return text
+    hours = operations / (peak * 1e12 * devices * plan.MEASURED_MFU) / 3600
+    return text + f", {hours:.2f} hours at {100 * plan.MEASURED_MFU:.0f} % of {peak:.0f} TFLOP/s a device"
+
+
+def _gradient_bytes(config: TrainConfig) -> int:
+    return plan.BF16 if config.engine.gradient_dtype == "bf16" else plan.FLOAT32
+
+
+def _per_step(config: TrainConfig) -> str:
+    batch = config.batch
+    if batch.conversations_per_step is not None:
+        return f"{batch.conversations_per_step} conversations each"
+    return f"{batch.packs_per_step} packs each"
+
+
+def _free(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _count(number: float) -> str:
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return f"{number:.0f}"
+
+
+def _size(number: float) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number / 1e3:.0f} kB"
