@@ -180,6 +180,12 @@ class Uploader:
         self._thread, self._running = ThreadPoolExecutor(1), Future()
         self._running.set_result(None)
 
+    def __enter__(self) -> Uploader:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.close() if kind is None else self._thread.shutdown()  # the next run sends the rest
+
     def send(self) -> None:
         """Starts to send what is finished, once the shard before has arrived. Raises ValueError if that failed."""
         self._running.result()

@@ -131,6 +131,9 @@ class ExtractConfig:
     shard_bytes      a shard is finished once it is this large
     in_flight_bytes  of states asked for and not yet in a shard; bounds memory and the spool
     retries          of a conversation whose request failed
+    head_device      auto | cpu | cuda: where codec topk asks the target's head; auto: cuda where PyTorch sees a GPU
+    upload           s3://bucket/path or a folder: finished shards are sent there; null: they stay in `out`
+    keep_local       also keep them in `out`; else the disk holds two shards at a time
     """
 
     mode: str
@@ -142,6 +145,9 @@ class ExtractConfig:
     shard_bytes: int
     in_flight_bytes: int
     retries: int
+    head_device: str
+    upload: str | None
+    keep_local: bool
     probe: ProbeConfig
     sampling: SamplingConfig
     engine: EngineConfig
@@ -153,6 +159,7 @@ class ExtractConfig:
         require(self.shard_bytes >= 1, "shard_bytes", self.shard_bytes, "at least 1")
         require(self.in_flight_bytes >= 1, "in_flight_bytes", self.in_flight_bytes, "at least 1")
         require(self.retries >= 0, "retries", self.retries, "at least 0")
+        require(self.head_device in ("auto", "cpu", "cuda"), "head_device", self.head_device, "auto, cpu or cuda")
         given = {"extract": self.prompts, "generate": self.conversations, "command": ""}[self.mode]
         option = {"extract": "prompts=DIR (from data/main.py)", "generate": "conversations=FILE"}.get(self.mode)
         if given is None:

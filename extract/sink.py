@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,8 +13,10 @@ from tqdm import tqdm
 
 from data.prompts import Prompt
 from data.schema import Provenance, Record
+from data.codecs import Codec, TeacherHead
 from data.manifest import finished_ids, mark_complete
 from data.shards import ShardWriter
+from data.storage import Uploader
 from extract.capture import Captured
 from extract.client import Client, RequestFailed, RequestRefused, ServerGone
 from extract.fetch import fetch, rid_of
@@ -61,10 +63,14 @@ def extract(
     in_flight_bytes: int,
     retries: int,
     part: str | None = None,
+    head: TeacherHead | None = None,
+    uploader: Uploader | None = None,
 ) -> Extracted:
     """Captures every prompt that no finished shard holds yet, one split after the other.
 
-    part  "i/n" if these prompts are one part of n, see data/schema.py
+    part      "i/n" if these prompts are one part of n, see data/manifest.py
+    head      the target's, where the codec stores its most likely tokens
+    uploader  where finished shards are sent
 
     Raises ValueError if the server ends, the disk is full, or, once all others are written, some
     prompts failed. Finished shards are kept in every case, and the same call continues.
@@ -82,9 +88,14 @@ def extract(
             missing = [prompt for prompt in prompts if prompt.split == split and prompt.id not in done]
             if missing:
                 with ShardWriter(
-                    out, provenance=provenance, split=split, shard_bytes=shard_bytes, part=part
+                    out,
+                    provenance=provenance,
+                    split=split,
+                    shard_bytes=shard_bytes,
+                    part=part,
+                    on_finished=uploader.send if uploader else lambda: None,
                 ) as writer:
-                    stream = _Stream(server, writer, extracted, progress, retries=retries)
+                    stream = _Stream(server, writer, extracted, progress, retries=retries, head=head)
                     asyncio.run(stream.run(missing, in_flight_bytes=in_flight_bytes))
     if extracted.failed:
         shown = "; ".join(f"{id} ({reason})" for id, reason in list(extracted.failed.items())[:3])
@@ -100,10 +111,17 @@ class _Stream:
     """One split on its way from the server to its writer."""
 
     def __init__(
-        self, server: Server, writer: ShardWriter, extracted: Extracted, progress: tqdm, *, retries: int
+        self,
+        server: Server,
+        writer: ShardWriter,
+        extracted: Extracted,
+        progress: tqdm,
+        *,
+        retries: int,
+        head: TeacherHead | None,
     ) -> None:
         self._server, self._writer, self._extracted, self._progress = server, writer, extracted, progress
-        self._retries = retries
+        self._retries, self._head, self._codec = retries, head, Codec.parse(writer.provenance.codec)
 
     async def run(self, prompts: list[Prompt], *, in_flight_bytes: int) -> None:
         budget, pending = ByteBudget(in_flight_bytes), asyncio.Queue(MAX_REQUESTS)
@@ -168,10 +186,15 @@ class _Stream:
             source=prompt.source,
             split=prompt.split,
         )
-        await asyncio.to_thread(self._writer.write, record)  # requests go on while the disk works
+        await asyncio.to_thread(self._write, record)  # requests go on while the disk works
         self._extracted.records += 1
         self._extracted.tokens += len(prompt.tokens)
         self._progress.update(len(prompt.tokens))
+
+    def _write(self, record: Record) -> None:
+        if self._codec.last == "topk":
+            record = replace(record, **self._head.top_k(record.last, self._codec.top_k))
+        self._writer.write(record)
 
 
 async def _cancel(tasks: list[asyncio.Task]) -> None:

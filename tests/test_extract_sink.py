@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,12 @@ import pytest
 import torch
 from aiohttp import web
 
+from data.codecs import TeacherHead
+from data.manifest import Manifest, finished_ids
 from data.prompts import Prompt
 from data.schema import Provenance
-from data.shards import ShardReader, ShardWriter, finished_ids
+from data.shards import ShardReader, ShardWriter
+from data.storage import Uploader
 from extract import fetch, sink, spool
 from extract.sink import extract
 
@@ -113,9 +117,9 @@ def prompts(count: int = 12, *, split: str = "train") -> list[Prompt]:
     ]  # fmt: skip
 
 
-def run(server: StandIn, out: Path, rows: list[Prompt], **changes) -> sink.Extracted:
+def run(server: StandIn, out: Path, rows: list[Prompt], provenance=PROVENANCE, **changes) -> sink.Extracted:
     options = dict(shard_bytes=1 << 30, in_flight_bytes=1 << 20, retries=2) | changes
-    return extract(rows, server=server, out=out, provenance=PROVENANCE, **options)
+    return extract(rows, server=server, out=out, provenance=provenance, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -199,3 +203,31 @@ def test_a_full_disk_ends_the_run_with_its_own_error_and_not_in_a_hang(tmp_path,
         with pytest.raises(ValueError, match="No space left on device"):
             run(server, tmp_path / "shards", prompts(), shard_bytes=1)
     assert finished_ids(tmp_path / "shards") == {f"train-{i}" for i in range(4)}
+
+
+def test_the_codec_topk_asks_the_targets_head_as_it_writes(tmp_path):
+    """Every state of a row of `last` is 2000 + its token: with this head the logit of token v is that times v / 1000."""
+    weight = (torch.arange(PROVENANCE.vocab_size) / PROVENANCE.vocab_size)[:, None].expand(-1, HIDDEN) / HIDDEN
+    provenance = replace(PROVENANCE, codec="fp8+topk3")
+    with StandIn(tmp_path / "spool") as server:
+        run(server, tmp_path / "shards", prompts(3), provenance, head=TeacherHead(weight, device="cpu"))
+    for record, row in zip(ShardReader(tmp_path / "shards", split="train"), prompts(3), strict=True):
+        assert record.last is None and record.top_ids.tolist() == [[999, 998, 997]] * len(row.tokens)
+        logits = (2000 + torch.from_numpy(row.tokens).double())[:, None] * torch.arange(1000) / 1000
+        expected = logits.log_softmax(-1)[:, [999, 998, 997]]
+        torch.testing.assert_close(record.top_log_probs.double(), expected, rtol=0, atol=2e-3)
+        decoded = record.decoded().aux[:, 0, 0].double()
+        torch.testing.assert_close(decoded, torch.from_numpy(row.tokens).double(), rtol=2**-4, atol=0)
+
+
+def test_shards_are_sent_as_they_are_finished_and_the_next_run_sends_what_the_last_did_not(tmp_path):
+    out, there = tmp_path / "shards", tmp_path / "there"
+    with StandIn(tmp_path / "spool", lambda name, attempt: "refuses" if name == "train-5" else "fine") as server:
+        with pytest.raises(ValueError, match="1 of 12 prompts"), Uploader(out, str(there), keep_local=False) as uploader:
+            run(server, out, prompts(), shard_bytes=1, uploader=uploader)
+        server.behaviour = lambda name, attempt: "fine"
+        with Uploader(out, str(there), keep_local=False) as uploader:
+            assert run(server, out, prompts(), shard_bytes=1, uploader=uploader).earlier == 11
+    assert not list(out.glob("*.tar")) and len(list(there.glob("*.tar"))) == 12
+    assert {record.id for record in ShardReader(there, split="train")} == {f"train-{i}" for i in range(12)}
+    assert Manifest.load(there) == Manifest.load(out) and Manifest.load(there).complete
