@@ -23,9 +23,10 @@ matplotlib.use("Agg")
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from launch import offline_runs
-from launch.figure import DEPTHS, GRID, INK, MUTED, STYLE, read_metrics
+from launch.figure import DEPTHS, GRID, STYLE, read_metrics
 
 IGNORED = ("out", "tracker", "git", "provenance", "export_engine", "export_engine_version", "plan")  # not what a run is
 OFTEN_OF_NO_INTEREST = ("log_every_steps", "keep_checkpoints", "checkpoint_every_steps", "batch.num_workers")
@@ -182,14 +183,14 @@ def _lines(axes: Axes, runs: list[Run], keys: list[str], *, key: str, unit: floa
         ends.append((points[-1][0], points[-1][1], color))
     axes.grid(axis="y", color=GRID)
     axes.margins(x=0.03)
-    left, right = axes.get_xlim()
-    axes.set_xlim(left, right + 0.09 * (right - left))
+    right = axes.get_xlim()[1]
+    axes.set_xlim(0, 1.09 * right)
     bottom, top = axes.get_ylim()
     least, last = 0.045 * (top - bottom), None
     for x, y, color in sorted(ends, key=lambda end: end[1]):
         height = y if last is None else max(y, last + least)
         axes.annotate(f"{y:.2f}", (x, height), xytext=(7, 0), textcoords="offset points", va="center", color=color,
-                      fontsize=10, fontweight="bold")  # fmt: skip
+                      fontsize=10, fontweight="bold", path_effects=[withStroke(linewidth=3, foreground="white")])  # fmt: skip
         last = height
 
 
