@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from tests.packs import small_drafter, small_target
 from train import checkpoint, optim
 from train.checkpoint import RunState
 from train.config import OptimConfig
+from train.engine import Replicated
+from train.writer import CheckpointWriter
 
 
 def optimizer_config(**changes) -> OptimConfig:
@@ -20,24 +25,50 @@ def optimizer_config(**changes) -> OptimConfig:
     return OptimConfig(**{**OmegaConf.to_container(yaml), **changes})
 
 
-def new_run(config: OptimConfig, *, seed: int = 0):
-    drafter = small_drafter(small_target(dtype=torch.float32), seed=seed)
-    state = RunState.fresh(shape=drafter.shape.as_dict(), boundaries=[2, 15, 27], depths=3, target="small", fingerprint={})
-    return drafter, optim.averaged(drafter, config), optim.build(drafter, config), state
+def state_of(step: int, drafter) -> RunState:
+    return RunState(
+        step=step, epoch=0, step_in_epoch=step, supervised_tokens=0, seconds=0.0, shape=drafter.shape.as_dict(),
+        boundaries=[2, 15, 27], depths=3, target="small",
+    )  # fmt: skip
 
 
-def steps(run, number: int, *, first: int = 0) -> None:
+class OneProcess:
+    """As much of an Accelerator as an engine of one process asks for."""
+
+    num_processes = 1
+
+    def prepare(self, module):
+        return module
+
+    def clip_grad_norm_(self, parameters, max_norm):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def new_run(config: OptimConfig, *, seed: int = 0, **changes) -> Replicated:
+    drafter = small_drafter(small_target(dtype=torch.float32), seed=seed, **changes)
+    return Replicated(SimpleNamespace(drafter=drafter), config, OneProcess())
+
+
+def steps(run: Replicated, number: int, *, first: int = 0) -> None:
     """Steps with gradients that depend on the step alone."""
-    drafter, average, optimizers, state = run
     for step in range(first, first + number):
         generator = torch.Generator().manual_seed(step)
-        for parameter in drafter.parameters():
+        for parameter in run.drafter.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-        for optimizer in optimizers:
-            optimizer.step()
-        if average is not None:
-            average.update_parameters(drafter)
-        state.step = step + 1
+        run.step(1e-3)
+
+
+def save(run: Replicated, folder: Path, *, step: int) -> Path:
+    files: dict = {}
+    for file, name, tensor in run.stored():
+        files.setdefault(file, {})[name] = tensor.detach().clone()
+    return checkpoint.write(folder, files, dataclasses.asdict(state_of(step, run.drafter)))
+
+
+def load(run: Replicated, saved: Path) -> None:
+    tensors = checkpoint.read_tensors(saved)
+    checkpoint.load_weights(run.drafter, tensors["drafter"], where=saved)
+    run.restore(tensors["average"], tensors["optimizer"])
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -46,61 +77,89 @@ def test_a_restored_run_goes_on_bit_for_bit(tmp_path, name, ema):
     config = optimizer_config(name=name, ema=ema)
     run = new_run(config)
     steps(run, 3)
-    saved = checkpoint.save(tmp_path, drafter=run[0], average=run[1], optimizers=run[2], state=copy.copy(run[3]))
+    saved = save(run, tmp_path, step=3)
     steps(run, 3, first=3)
     restored = new_run(config, seed=9)
-    state = checkpoint.load(saved, drafter=restored[0], average=restored[1], optimizers=restored[2])
-    assert state.step == 3
+    load(restored, saved)
+    assert checkpoint.read_state(saved) == state_of(3, run.drafter)
     steps(restored, 3, first=3)
-    for whole, continued in zip(run[:2], restored[:2], strict=True):
-        if whole is not None:
-            for key, tensor in whole.state_dict().items():
-                assert torch.equal(tensor, continued.state_dict()[key]), key
+    whole, continued = ({(f, n): t for f, n, t in one.stored()} for one in (run, restored))
+    assert whole.keys() == continued.keys()
+    assert all(torch.equal(whole[key], continued[key]) for key in whole)
 
 
 def test_every_parameter_has_one_optimizer():
     run = new_run(optimizer_config(name="muon"))
-    owned = [id(p) for optimizer in run[2] for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(owned) == sorted(id(p) for p in run[0].parameters())
+    owned = [id(p) for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(owned) == sorted(id(p) for p in run.drafter.parameters())
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint_and_says_what_to_do(tmp_path, monkeypatch):
     run = new_run(optimizer_config())
     steps(run, 1)
-    first = checkpoint.save(tmp_path, drafter=run[0], average=None, optimizers=run[2], state=run[3])
-    steps(run, 1, first=1)
+    first = save(run, tmp_path, step=1)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_sync", full)
     with pytest.raises(ValueError, match="No space left.*same command continues"):
-        checkpoint.save(tmp_path, drafter=run[0], average=None, optimizers=run[2], state=run[3])
+        save(run, tmp_path, step=2)
     assert checkpoint.latest(tmp_path) == first
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
 
-def test_what_was_not_finished_is_no_checkpoint(tmp_path):
+def test_what_was_not_finished_is_no_checkpoint_and_goes_away(tmp_path):
     (tmp_path / ".partial-step-000007").mkdir()
     assert checkpoint.latest(tmp_path) is None
+    checkpoint.remove_partial(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
+    """Steps are numbers, not words: 1000000 comes after 999999. Of equal taus the first is the best."""
     run = new_run(optimizer_config())
-    for step in range(1, 6):
-        steps(run, 1, first=step - 1)
-        checkpoint.save(tmp_path, drafter=run[0], average=None, optimizers=run[2], state=run[3])
-        checkpoint.prune(tmp_path, keep=2, best_step=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004", "step-000005"]
+    for step, tau in ((1, 1.5), (2, 2.5), (3, 2.5), (999_999, 2.0), (1_000_000, 1.0)):
+        save(run, tmp_path, step=step)
+        checkpoint.record_tau(tmp_path, step, tau)
+        checkpoint.prune(tmp_path, keep=2)
+    assert checkpoint.best(tmp_path) == (2, 2.5)
+    assert checkpoint.latest(tmp_path).name == "step-1000000"
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000002", "step-1000000", "step-999999"]
 
 
 def test_a_drafter_of_another_size_is_refused_with_both_shapes(tmp_path):
     config = optimizer_config()
-    run = new_run(config)
-    saved = checkpoint.save(tmp_path, drafter=run[0], average=None, optimizers=run[2], state=run[3])
-    other = small_drafter(small_target(dtype=torch.float32), intermediate_size=48)
-    with pytest.raises(ValueError, match=r"down_proj.weight: file \[16, 40\], drafter \[16, 48\]"):
-        checkpoint.load(saved, drafter=other, average=None, optimizers=optim.build(other, config))
+    saved = save(new_run(config), tmp_path, step=1)
+    with pytest.raises(ValueError, match=r"down_proj.weight: found \[16, 40\], expected \[16, 48\]"):
+        load(new_run(config, intermediate_size=48), saved)
+
+
+def test_the_step_does_not_wait_for_the_disk_and_what_it_changes_meanwhile_is_not_written(tmp_path, monkeypatch):
+    """The disk hangs until the run is three steps further: the checkpoint still holds the weights of its own step."""
+    run, released = new_run(optimizer_config(ema=0.9)), threading.Event()
+    sync = checkpoint._sync
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: released.wait(60) and sync(path))
+    steps(run, 2)
+    expected = {name: tensor.detach().clone() for name, tensor in run.drafter.state_dict().items()}
+    writer = CheckpointWriter(tmp_path, keep=2, writes=True)
+    writer.save(run.stored(), state_of(2, run.drafter))
+    steps(run, 3, first=2)
+    assert writer.busy and checkpoint.latest(tmp_path) is None
+    released.set()
+    writer.finish()
+    found = checkpoint.read_tensors(checkpoint.latest(tmp_path))["drafter"]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not torch.equal(found["fc.weight"], run.drafter.fc.weight)
+
+
+def test_a_checkpoint_that_could_not_be_written_stops_the_run_at_the_next_one(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    run = new_run(optimizer_config())
+    writer = CheckpointWriter(tmp_path / "checkpoints", keep=2, writes=True)
+    writer.save(run.stored(), state_of(1, run.drafter))
+    with pytest.raises(ValueError, match="could not write checkpoint"):
+        writer.save(run.stored(), state_of(2, run.drafter))
 
 
 def test_the_learning_rate_warms_up_and_falls_on_a_cosine():

@@ -3,8 +3,9 @@
     checkpoints/step-000519/
       drafter.safetensors     the masters, float32, with d2t and t2d
       average.safetensors     their moving average, where the run keeps one
-      optimizer.safetensors   AdamW's moments, one pair for each parameter
-      state.json              step, epoch, shape, boundaries, provenance, best tau
+      optimizer.safetensors   the moments, PARAMETER/exp_avg and so on, whole whatever engine wrote them
+      state.json              step, epoch, shape, boundaries, provenance
+    checkpoints/tau.json      tau of every validated step: the best one is kept
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+
+from data.config import fingerprint, write_atomically
+from train.config import TrainConfig
+from train.model import DrafterShape
 
 PREFIX = "step-"
+FILES = ("drafter", "average", "optimizer")
 
 
 @dataclass
@@ -36,54 +41,87 @@ class RunState:
     boundaries: list[int]
     depths: int
     target: str
-    best_tau: float = -1.0
-    best_step: int = -1
     fingerprint: dict = field(default_factory=dict)  # what must not change between a run and its continuation
+    interval: list[dict] = field(default_factory=list)  # of each process: what it summed since the last line of the log
+    arrived: list[int] = field(default_factory=list)  # with follow: how many records each part of the first epoch had
 
     @classmethod
-    def fresh(cls, *, shape: dict, boundaries: list[int], depths: int, target: str, fingerprint: dict) -> RunState:
-        """Before the first step."""
-        return cls(0, 0, 0, 0, 0.0, shape, list(boundaries), depths, target, fingerprint=fingerprint)
+    def fresh(cls, config: TrainConfig, shape: DrafterShape) -> RunState:
+        """Before the first step of the run that `config` asks for."""
+        manifest = Path(config.shards) / "manifest.json"
+        batch = {name: value for name, value in asdict(config.batch).items() if name != "num_workers"}
+        return cls(
+            step=0,
+            epoch=0,
+            step_in_epoch=0,
+            supervised_tokens=0,
+            seconds=0.0,
+            shape=shape.as_dict(),
+            boundaries=list(config.target.boundaries),
+            depths=config.drafter.depths,
+            target=config.target.name,
+            fingerprint={
+                **{name: asdict(getattr(config, name)) for name in ("drafter", "loss", "optim")},
+                **{name: getattr(config, name) for name in ("seed", "epochs", "precision", "init_from", "follow")},
+                "batch": batch,
+                "shards": config.shards if config.follow else fingerprint(manifest),
+            },
+        )
+
+    def check_continues(self, checkpoint: Path, found: RunState) -> None:
+        """Raises ValueError naming both sides where `found`, read from `checkpoint`, is of another run than this one."""
+        changed = [
+            f"{key}={found.fingerprint.get(key)} there, {value} here"
+            for key, value in self.fingerprint.items()
+            if found.fingerprint.get(key) != value
+        ]
+        if changed:
+            raise ValueError(
+                f"{checkpoint} belongs to a run with other settings ({'; '.join(changed[:3])}): choose another out=, "
+                "or remove the folder"
+            )
 
 
-def save(
-    folder: Path,
-    *,
-    drafter: nn.Module,
-    average: AveragedModel | None,
-    optimizers: list[torch.optim.Optimizer],
-    state: RunState,
-) -> Path:
-    """Write one checkpoint under `folder` and return its path. Called by one process."""
-    final = folder / f"{PREFIX}{state.step:06d}"
+def write(folder: Path, files: Mapping[str, dict[str, Tensor]], state: dict) -> Path:
+    """Write one checkpoint under `folder` and return its path. Called by one process.
+
+    files  {"drafter": {name: tensor}, ...}, on the CPU and contiguous; state: a RunState as a dict
+
+    Raises ValueError when the disk is full: then nothing of it is left, and the earlier ones are whole.
+    """
+    final = folder / f"{PREFIX}{state['step']:06d}"
     partial = folder / f".partial-{final.name}"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
-        save_file(_contiguous(drafter.state_dict()), partial / "drafter.safetensors")
-        if average is not None:
-            save_file(_contiguous(average.module.state_dict()), partial / "average.safetensors")
-        save_file(_optimizer_tensors(drafter, optimizers), partial / "optimizer.safetensors")
-        (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
-        for file in partial.iterdir():
-            _sync(file)
+        partial.mkdir(parents=True)
+        for name, tensors in files.items():
+            save_file(tensors, partial / f"{name}.safetensors")
+        (partial / "state.json").write_text(json.dumps(state, indent=1))
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        if not final.exists():  # else a run that was continued came here a second time, with the same tensors
+            partial.rename(final)
+        shutil.rmtree(partial, ignore_errors=True)
+        _sync(folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ValueError(
             f"could not write checkpoint {final}: {error}. Earlier checkpoints are whole: free some space, and the "
             "same command continues from the last of them"
         ) from error
-    if final.exists():
-        shutil.rmtree(final)
-    partial.rename(final)
-    _sync(folder)
     return final
 
 
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint under `folder`, or None."""
-    found = sorted(folder.glob(f"{PREFIX}*/state.json"))
+    found = sorted(folder.glob(f"{PREFIX}*/state.json"), key=lambda path: _step(path.parent))
     return found[-1].parent if found else None
+
+
+def remove_partial(folder: Path) -> None:
+    """What a killed run left half-written."""
+    for partial in folder.glob(".partial-*"):
+        shutil.rmtree(partial)
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -94,69 +132,58 @@ def read_state(checkpoint: Path) -> RunState:
         raise ValueError(f"{checkpoint} is no checkpoint ({error}): give a folder such as RUN/checkpoints/step-000519") from error
 
 
-def load(
-    checkpoint: Path,
-    *,
-    drafter: nn.Module,
-    average: AveragedModel | None,
-    optimizers: list[torch.optim.Optimizer],
-) -> RunState:
-    """Restore everything in place. Raises ValueError when a tensor does not fit."""
-    state = read_state(checkpoint)
-    load_weights(drafter, checkpoint / "drafter.safetensors")
-    if average is not None:
-        load_weights(average.module, checkpoint / "average.safetensors")
-        average.n_averaged.fill_(state.step)
-    tensors = load_file(checkpoint / "optimizer.safetensors")
-    names = {id(p): name for name, p in drafter.named_parameters()}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                prefix = names[id(parameter)] + "/"
-                mine = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-                optimizer.state[parameter] = {
-                    n: t if n == "step" and not group.get("fused") else t.to(parameter.device) for n, t in mine.items()
-                }
-    return state
+def read_tensors(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
+    """{"drafter": {name: tensor}, "average": ..., "optimizer": ...}, on the CPU; a file that is not there is empty."""
+    files = {name: checkpoint / f"{name}.safetensors" for name in FILES}
+    return {name: load_file(file) if file.exists() else {} for name, file in files.items()}
 
 
-def load_weights(module: nn.Module, file: Path) -> None:
-    """Copy the tensors of `file` into `module`: every name and shape must fit, both ways."""
-    found = load_file(file)
-    expected = module.state_dict()
+def load_weights(module: nn.Module, tensors: Mapping[str, Tensor], *, where: Path | str) -> None:
+    """Copy `tensors` into `module`: every name and shape must fit, both ways, or ValueError lists them."""
+    check_fit(tensors, module.state_dict(), where=where)
+    module.load_state_dict(tensors)
+
+
+def check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, where: Path | str) -> None:
+    """Raises ValueError that lists what of `found`, from `where`, is not a drafter like `expected`, with both shapes."""
     wrong = [
-        f"{name}: file {list(found[name].shape) if name in found else 'absent'}, "
-        f"drafter {list(expected[name].shape) if name in expected else 'absent'}"
+        f"{name}: found {list(found[name].shape) if name in found else 'nothing'}, "
+        f"expected {list(expected[name].shape) if name in expected else 'no such tensor'}"
         for name in sorted(found.keys() | expected.keys())
         if name not in found or name not in expected or found[name].shape != expected[name].shape
     ]
     if wrong:
-        raise ValueError(f"{file} does not fit this drafter: " + "; ".join(wrong[:5]))
-    module.load_state_dict(found)
+        raise ValueError(f"{where} does not fit this drafter: " + "; ".join(wrong[:5]))
 
 
-def prune(folder: Path, *, keep: int, best_step: int) -> None:
+def taus(folder: Path) -> dict[int, float]:
+    """tau of every step that was validated."""
+    file = folder / "tau.json"
+    return {int(step): tau for step, tau in json.loads(file.read_text()).items()} if file.exists() else {}
+
+
+def record_tau(folder: Path, step: int, tau: float) -> None:
+    write_atomically(folder / "tau.json", json.dumps(taus(folder) | {step: tau}))
+
+
+def best(folder: Path) -> tuple[int, float]:
+    """Step and tau of the best validation, the first of equal ones; (-1, -1.0) before any."""
+    return max(taus(folder).items(), key=lambda item: (item[1], -item[0]), default=(-1, -1.0))
+
+
+def prune(folder: Path, *, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints and the best one."""
-    found = sorted(folder.glob(f"{PREFIX}*"))
+    best_step, _ = best(folder)
+    found = sorted(folder.glob(f"{PREFIX}*"), key=_step)
     for checkpoint in found[:-keep]:
-        if checkpoint.name != f"{PREFIX}{best_step:06d}":
-            shutil.rmtree(checkpoint)
+        if _step(checkpoint) != best_step:
+            doomed = folder / f".partial-{checkpoint.name}"  # under this name a kill leaves no half of a checkpoint
+            checkpoint.rename(doomed)
+            shutil.rmtree(doomed)
 
 
-def _optimizer_tensors(drafter: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    names = {id(p): name for name, p in drafter.named_parameters()}
-    return _contiguous(
-        {
-            f"{names[id(parameter)]}/{entry}": tensor
-            for optimizer in optimizers
-            for parameter, state in optimizer.state.items()
-            for entry, tensor in state.items()
-        }
-    )
-
-
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
 
 
 def _sync(path: Path) -> None:

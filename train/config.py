@@ -5,9 +5,15 @@ null in a drafter's size means "as the target has it".
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from data.config import TargetConfig
+
+ENGINES = ("ddp", "zero1", "zero2", "zero3")
 
 
 @dataclass
@@ -74,6 +80,35 @@ class OptimConfig:
             raise ValueError(f"optim.ema is {self.ema}: it must lie in (0, 1), or be null")
 
 
+def launched_engine() -> str:
+    """The engine that `accelerate launch` was told of: zero1 .. zero3 when it starts DeepSpeed, else ddp."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+        return "ddp"
+    return "zero" + os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+
+
+# conf/train.yaml asks for it, so that a file of launch/accelerate/ chooses the engine too
+OmegaConf.register_new_resolver("launched_engine", launched_engine, replace=True)
+
+
+@dataclass
+class EngineConfig:
+    """How the work of a step is spread over the processes. One YAML of conf/engine/ each."""
+
+    name: str  # ddp | zero1 | zero2 | zero3
+    gradient_dtype: str  # fp32 | bf16: what a gradient is while it crosses between devices; it is summed into float32
+    bucket_mb: int  # MiB of gradients that are reduced at a time, while the backward pass goes on
+    deepspeed: dict[str, Any] | None  # DeepSpeed's own settings; null where it is not used
+
+    def __post_init__(self):
+        if self.name not in ENGINES:
+            raise ValueError(f"engine.name is {self.name!r}: choose one of {', '.join(ENGINES)}")
+        if self.gradient_dtype not in ("fp32", "bf16"):
+            raise ValueError(f"engine.gradient_dtype is {self.gradient_dtype!r}: choose fp32 or bf16")
+        if self.bucket_mb < 1:
+            raise ValueError(f"engine.bucket_mb is {self.bucket_mb}: at least 1 MiB")
+
+
 @dataclass
 class BatchConfig:
     """What one optimizer step eats, whatever the number of processes."""
@@ -116,12 +151,19 @@ class TrainConfig:
     optim: OptimConfig
     batch: BatchConfig
     tracker: TrackerConfig
+    engine: EngineConfig
     shards: str
     out: str
     plan: bool  # print what would be done, and stop
+    init_from: str | None  # an exported drafter's folder to start from, with its vocabulary map; null: random weights
+    follow: bool  # train on shards while they are being written
+    follow_conversations: int | None  # with follow: how many there will be, for the learning rate
     epochs: int
     seed: int
-    precision: str  # bf16 | fp32: what matrix products run in; masters, softmax and loss are float32 always
+    precision: str  # bf16 | fp32: what matrix products run in; masters, softmax and loss are float32 always.
+    # fp8: the MLP's products in float8, the others in bf16. fp64 is for proofs: masters too, on ddp
+    activation_checkpointing: str  # none | mlp | layer: what the backward pass computes again to save memory
+    measure_every_steps: int  # of them, one counts hits and alpha: the teacher's whole vocabulary is read for nothing else
     attention: str  # dense | fused
     compile: bool  # torch.compile around attention and the head
     log_every_steps: int
@@ -132,8 +174,34 @@ class TrainConfig:
     export_engine_version: str  # some versions number layers differently
 
     def __post_init__(self):
-        if self.precision not in ("bf16", "fp32"):
-            raise ValueError(f"precision is {self.precision!r}: choose bf16 or fp32")
+        if self.precision not in ("bf16", "fp8", "fp32", "fp64"):
+            raise ValueError(f"precision is {self.precision!r}: choose bf16, fp8 or fp32")
+        if self.activation_checkpointing not in ("none", "mlp", "layer"):
+            raise ValueError(
+                f"activation_checkpointing is {self.activation_checkpointing!r}: choose none, mlp or layer"
+            )
+        if not 1 <= self.measure_every_steps <= self.log_every_steps:
+            raise ValueError(
+                f"measure_every_steps is {self.measure_every_steps}: from 1 to log_every_steps, {self.log_every_steps}, "
+                "or a line of the log would have nothing to say"
+            )
+        if self.engine.name != "ddp" and self.optim.name == "muon":
+            raise ValueError(
+                f"engine={self.engine.name} cuts the optimizer's state into flat pieces, and Muon needs whole matrices: "
+                "set optim=adamw, or engine=ddp"
+            )
+        if self.engine.name != "ddp" and self.precision == "fp64":
+            raise ValueError(f"engine={self.engine.name} keeps float32 masters: precision=fp64 needs engine=ddp")
+        if self.engine.name == "ddp" and launched_engine() != "ddp":
+            raise ValueError(
+                f"accelerate launch was told to use DeepSpeed, and engine is ddp: leave engine={launched_engine()}, or "
+                "launch without DeepSpeed"
+            )
+        if self.follow and (self.follow_conversations is None or self.batch.conversations_per_step is None):
+            raise ValueError(
+                "follow=true plans the steps before the shards are there: set follow_conversations to how many "
+                "conversations will be written (about), and batch.conversations_per_step"
+            )
         for name in ("epochs", "log_every_steps", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")

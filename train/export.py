@@ -24,7 +24,7 @@ from torch import Tensor
 from data.boundaries import architecture_of, engine_layer_ids, text_config
 from data.config import stage
 from data.embedded import ensure_target
-from train.checkpoint import read_state
+from train.checkpoint import check_fit, read_state
 from train.config import ExportConfig
 from train.model import Drafter, DrafterShape
 
@@ -85,7 +85,7 @@ def load_drafter(folder: Path) -> tuple[Drafter, dict]:
     """
     config = check_export(folder)
     shape = _shape(config, folder)
-    tensors = {_trained_name(n): t for n, t in load_file(folder / "model.safetensors").items()}
+    tensors = {trained_name(n): t for n, t in load_file(folder / "model.safetensors").items()}
     drafter = Drafter(shape, d2t=tensors["d2t"], t2d=tensors["t2d"])
     drafter.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in tensors.items()})
     return drafter, config
@@ -96,7 +96,7 @@ def check_export(folder: Path) -> dict:
     try:
         config = json.loads((folder / "config.json").read_text())
         with safe_open(folder / "model.safetensors", framework="pt") as file:
-            shapes = {_trained_name(name): file.get_slice(name).get_shape() for name in file.keys()}
+            shapes = {trained_name(name): file.get_slice(name).get_shape() for name in file.keys()}
             d2t = file.get_tensor("d2t") if "d2t" in file.keys() else None
             t2d = file.get_tensor("t2d") if "t2d" in file.keys() else None
     except (OSError, json.JSONDecodeError) as error:
@@ -121,21 +121,15 @@ def _check(weights: dict[str, Tensor], shape: DrafterShape, *, where: str) -> No
         expected = Drafter(
             shape, d2t=torch.empty(shape.draft_vocab_size), t2d=torch.empty(shape.vocab_size)
         ).state_dict()
-    wrong = [
-        f"{name}: found {list(weights[name].shape) if name in weights else 'nothing'}, "
-        f"expected {list(expected[name].shape) if name in expected else 'no such tensor'}"
-        for name in sorted(weights.keys() | expected.keys())
-        if name not in weights or name not in expected or weights[name].shape != expected[name].shape
-    ]
-    if wrong:
-        raise ValueError(f"{where} does not fit the drafter's config: " + "; ".join(wrong[:5]))
+    check_fit(weights, expected, where=where)
 
 
 def _served_name(name: str, engine: str) -> str:
     return name.replace("midlayer.", "layers.0.") if engine == "vllm" else name
 
 
-def _trained_name(name: str) -> str:
+def trained_name(name: str) -> str:
+    """A parameter's name in training, from its name in an exported folder."""
     return name.replace("layers.0.", "midlayer.")
 
 

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from data.batch import Batch
 from data.shards import ShardReader
-from data.stream import PackDataset, plan_epoch, rank_packs
-from train import attention, checkpoint, loss, optim
+from data.stream import Step
+from train import attention, checkpoint, engine, loss, optim
 from train.checkpoint import RunState
 from train.config import TrainConfig
 from train.evaluate import score_reader, summarize
+from train.feed import Agreement, StepFeed
+from train.follow import Planner
 from train.metrics import DepthSums
 from train.model import Drafter
+from train.running import Termination, only_run
 from train.target import Target
 from train.tracking import Tracker
-from train.unroll import TrainingTimeTest, counted_rows
+from train.unroll import TrainingTimeTest
+from train.writer import CheckpointWriter
+
+TERMINATED = 143  # exit status of a run that was told to end: 128 + SIGTERM, as shells say it
 
 
 @dataclass
@@ -38,11 +40,10 @@ class Interval:
     started: float
     tokens: int = 0
     data_wait: float = 0.0  # seconds
-    steps: int = 0
 
 
 class Trainer:
-    """One run. Every rank makes one and calls `run`."""
+    """One run. Every process makes one and calls `run`."""
 
     def __init__(
         self,
@@ -54,43 +55,50 @@ class Trainer:
         train_reader: ShardReader,
         validation_reader: ShardReader,
         tracker: Tracker,
-        state: RunState,
     ):
         self.config, self.accelerator, self.target, self.tracker = config, accelerator, target, tracker
         self.train_reader, self.validation_reader = train_reader, validation_reader
-        self.folder = Path(config.out) / "checkpoints"
-        self.depths = config.drafter.depths
+        self.folder, self.depths = Path(config.out) / "checkpoints", config.drafter.depths
         self.attend = attention.choose(config.attention)
+        self.agreement = Agreement(accelerator.num_processes)
         # active rows in eighths of a pack: the shapes that a step can have are few, and repeat
         self.bucket = max(config.batch.tokens_per_pack // 8, 1) if config.batch.pad_packs else 1
-        self.drafter = drafter.to(accelerator.device)
-        self.average = optim.averaged(self.drafter, config.optim)
-        self.optimizers = optim.build(self.drafter, config.optim)
-        self.state = self._resume(state)
-        if config.compile:
-            self.drafter.compile()
-        step_module = TrainingTimeTest(
-            self.drafter,
+        self.lock = only_run(Path(config.out), accelerator)
+        if accelerator.is_main_process:
+            checkpoint.remove_partial(self.folder)
+
+        self.state = RunState.fresh(config, drafter.shape)
+        resumed = self._resumed()
+        if resumed is not None:
+            checkpoint.load_weights(drafter, resumed["drafter"], where=self.folder)
+        module = TrainingTimeTest(
+            drafter.to(device=accelerator.device, dtype=torch.float64 if config.precision == "fp64" else None),
             target,
             depths=self.depths,
             gamma=config.loss.gamma,
             attention=self.attend,
             head=loss.choose(config.attention),
             dtype=target.head.dtype,
+            float8=config.precision == "fp8",
         )
-        self.model = accelerator.prepare(step_module)
-        self.total_steps = config.epochs * len(self._plan(0))
-
-    @property
-    def served(self) -> torch.nn.Module:
-        return optim.served(self.drafter, self.average)
+        drafter.activation_checkpointing = config.activation_checkpointing
+        self.engine = engine.choose(config.engine, module, config.optim, accelerator)
+        if resumed is not None:
+            self.engine.restore(resumed["average"], resumed["optimizer"])
+        if config.compile:
+            drafter.compile()
+        self.planner = Planner(config, train_reader, arrived=self.state.arrived, agree=self._first_says)
+        self.total_steps = self.planner.total_steps()
+        self.writer = CheckpointWriter(
+            self.folder, keep=config.keep_checkpoints, writes=accelerator.is_main_process
+        )
+        self.interval, self.saved = self._restored_interval(), time.monotonic()
 
     def run(self) -> dict:
         """Train to the end and return the last validation's figures."""
-        config, state = self.config, self.state
-        started = time.monotonic() - state.seconds
-        validation = None
-        with tqdm(
+        config, state, validation = self.config, self.state, None
+        self.started = time.monotonic() - state.seconds
+        with Termination() as self.termination, tqdm(
             total=self.total_steps,
             initial=state.step,
             desc="train",
@@ -98,118 +106,118 @@ class Trainer:
             disable=not self.accelerator.is_main_process,
         ) as bar:
             for epoch in range(state.epoch, config.epochs):
-                steps = self._plan(epoch)
-                interval = self._interval()
-                for batches, waited in self._batches(steps, skip=state.step_in_epoch):
-                    self._step(batches, interval, waited)
-                    state.step, state.step_in_epoch = state.step + 1, state.step_in_epoch + 1
-                    state.seconds = time.monotonic() - started
-                    bar.update()
-                    if state.step % config.log_every_steps == 0 or state.step == self.total_steps:
-                        interval = self._log(interval, bar)
-                    every = config.checkpoint_every_steps
-                    if every and state.step % every == 0 and state.step_in_epoch < len(steps):
-                        self._save()
-                state.epoch, state.step_in_epoch = epoch + 1, 0
-                last = state.epoch == config.epochs
-                if last or (config.evaluate_every_epochs and state.epoch % config.evaluate_every_epochs == 0):
+                resumed_at = state.step_in_epoch
+                self._train_epoch(epoch, bar)
+                if state.step_in_epoch > resumed_at:
+                    self._save()  # written while the validation runs
+                last = epoch + 1 == config.epochs
+                if last or (config.evaluate_every_epochs and (epoch + 1) % config.evaluate_every_epochs == 0):
                     validation = self._validate(bar)
-                self._save()
-        return validation if validation is not None else self._validate(None)
+                state.epoch, state.step_in_epoch = epoch + 1, 0
+        self.writer.finish()
+        return validation
 
-    def _plan(self, epoch: int) -> list:
-        batch = self.config.batch
-        return plan_epoch(
-            self.train_reader.lengths,
-            seed=self.config.seed,
-            epoch=epoch,
-            tokens_per_pack=batch.tokens_per_pack,
-            conversations_per_step=batch.conversations_per_step,
-            packs_per_step=batch.packs_per_step,
+    @property
+    def best_tau(self) -> float:
+        return checkpoint.best(self.folder)[1]
+
+    def close(self) -> None:
+        """Let the engine go before the process group does."""
+        self.engine.close()
+
+    def _train_epoch(self, epoch: int, bar: tqdm) -> None:
+        """The steps of an epoch that are left to do."""
+        done_before, skip = 0, self.state.step_in_epoch
+        for steps in self.planner.parts(epoch):
+            left = steps[max(skip - done_before, 0) :]
+            done_before += len(steps)
+            if left:
+                self._train(left, bar)
+        self.total_steps = self.planner.total_steps()
+
+    def _train(self, steps: list[Step], bar: tqdm) -> None:
+        config, state = self.config, self.state
+        feed = StepFeed(
+            self.train_reader,
+            steps,
+            config=config.batch,
+            depths=self.depths,
+            bucket=self.bucket,
+            rank=self.accelerator.process_index,
+            num_ranks=self.accelerator.num_processes,
+            device=self.accelerator.device,
         )
+        try:
+            for i, (num_batches, counts) in enumerate(feed):
+                stop, writing = self._step(feed, num_batches, counts)
+                state.step, state.step_in_epoch = state.step + 1, state.step_in_epoch + 1
+                state.seconds = time.monotonic() - self.started
+                bar.update()
+                if state.step % config.log_every_steps == 0 or state.step == self.total_steps:
+                    self._log(bar)
+                every = config.checkpoint_every_steps
+                due = every and state.step % every == 0 and (config.follow or i + 1 < len(steps))
+                if stop or (due and not writing):  # one that is not on the disk yet must not hold up the training
+                    self._save()
+                if stop:
+                    self._leave(bar)
+        finally:
+            feed.close()
 
-    def _batches(self, steps: list, *, skip: int):
-        """Yield this rank's micro-batches of every step after the first `skip`, and the seconds waited for them."""
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        mine = [rank_packs(step, rank=rank, world_size=ranks) for step in steps[skip:]]
-        pad_to = self.config.batch.tokens_per_pack if self.config.batch.pad_packs else None
-        dataset = PackDataset(self.train_reader, [pack for step in mine for pack in step], pad_to=pad_to)
-        workers = self.config.batch.num_workers
-        loader = iter(
-            DataLoader(
-                dataset,
-                batch_size=None,
-                num_workers=workers,
-                prefetch_factor=4 if workers else None,
-                pin_memory=self.accelerator.device.type == "cuda",
+    def _step(self, feed: StepFeed, num_batches: int, counts: Tensor) -> tuple[bool, bool]:
+        """One optimizer step over this process's micro-batches. The loss is divided once, over all of them.
+
+        Returns whether any process was told to end, and whether a checkpoint is still being written.
+        """
+        flags = torch.tensor([self.termination.asked, self.writer.busy])
+        agreed = self.agreement.sum(torch.cat([counts, flags]))
+        counts = agreed[: self.depths].to(self.accelerator.device, torch.float32, non_blocking=True)  # [K]
+        interval, every = self.interval, self.config.measure_every_steps
+        measure = self.state.step % every == every - 1 or self.state.step == self.total_steps - 1
+        for left in reversed(range(num_batches)):
+            micro = feed.next_batch()
+            interval.sums += self.engine.accumulate(
+                micro.batch, micro.documents, micro.counted, counts, measure, last=left == 0
             )
-        )
-        for step in mine:
-            asked = time.monotonic()
-            batches = list(islice(loader, len(step)))
-            yield batches, time.monotonic() - asked
-
-    def _step(self, batches: list[Batch], interval: Interval, waited: float) -> None:
-        """One optimizer step over this rank's micro-batches. The loss is divided once, over all ranks."""
-        device, ranks = self.accelerator.device, self.accelerator.num_processes
-        counted = [counted_rows(batch, depths=self.depths) for batch in batches]  # on the CPU, [K, T] each
-        counts = torch.stack([rows.sum(1) for rows in counted]).sum(0)
-        counts = self.accelerator.reduce(counts.to(device, torch.float32), "sum")  # [K]
+            interval.tokens += micro.num_tokens
         lr = optim.learning_rate(self.state.step, total_steps=self.total_steps, config=self.config.optim)
-        optim.set_learning_rate(self.optimizers, lr)
-        for i, (batch, rows) in enumerate(zip(batches, counted, strict=True)):
-            documents = attention.Documents.of(batch, counted=rows[0], bucket=self.bucket)
-            quiet = i + 1 < len(batches) and ranks > 1
-            with self.accelerator.no_sync(self.model) if quiet else nullcontext():
-                summand, sums = self.model(batch.to(device), documents.to(device), rows.to(device), counts)
-                self.accelerator.backward(summand * ranks)  # DDP averages over ranks: the sum is what is wanted
-            interval.sums += sums
-            interval.tokens += int(batch.cu_seqlens[len(batch.ids)])
-        interval.grad_norm = self.accelerator.clip_grad_norm_(
-            self.drafter.parameters(), self.config.optim.max_grad_norm
-        )
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
-            self.average.update_parameters(self.drafter)
-        interval.data_wait += waited
-        interval.steps += 1
+        interval.grad_norm = self.engine.step(lr)
+        interval.data_wait, feed.waited = interval.data_wait + feed.waited, 0.0
+        stop, writing = agreed[self.depths :].bool().tolist()
+        return stop, writing
 
-    def _interval(self) -> Interval:
-        device = self.accelerator.device
-        return Interval(DepthSums.zeros(self.depths, device=device), torch.zeros((), device=device), time.monotonic())
-
-    def _log(self, interval: Interval, bar: tqdm) -> Interval:
-        """Write what the interval saw, over all ranks, and begin the next one."""
-        device = self.accelerator.device
+    def _log(self, bar: tqdm) -> None:
+        """Write what the interval saw, over all processes, and begin the next one."""
+        interval, device, state = self.interval, self.accelerator.device, self.state
         sums = DepthSums(self.accelerator.reduce(interval.sums.values, "sum"))
         tokens = self.accelerator.reduce(torch.tensor(float(interval.tokens), device=device), "sum")
         means = sums.means()
-        supervised = int(sums.values[0, 0])
-        self.state.supervised_tokens += supervised
+        state.supervised_tokens += int(sums.values[0, 0])
         seconds = time.monotonic() - interval.started
         total = sum(self.config.loss.gamma**k * x for k, x in enumerate(means["loss"]) if x == x)
         figures = {
-            "epoch": self.state.epoch + self.state.step_in_epoch / max(self.total_steps // self.config.epochs, 1),
+            "epoch": state.epoch + state.step_in_epoch / max(self.total_steps // self.config.epochs, 1),
             "loss": total,
             "loss_by_depth": means["loss"],
             "acc": means["acc"],
             "alpha": means["alpha"],
-            "lr": self.optimizers[0].param_groups[0]["lr"],
+            "lr": optim.learning_rate(state.step - 1, total_steps=self.total_steps, config=self.config.optim),
             "grad_norm": float(interval.grad_norm),
             "tokens_per_second": float(tokens) / seconds,
-            "supervised_tokens": self.state.supervised_tokens,
+            "supervised_tokens": state.supervised_tokens,
             "data_wait_share": interval.data_wait / seconds,
         }
-        self.tracker.log(self.state.step, figures)
+        self.tracker.log(state.step, figures)
         bar.set_postfix(loss=f"{total:.3f}", acc=f"{means['acc'][0]:.3f}", tok_s=f"{figures['tokens_per_second']:.0f}")
-        return self._interval()
+        self.interval = self._new_interval()
 
-    def _validate(self, bar: tqdm | None) -> dict:
-        """Score the validation shards with the weights that would be served; every rank returns the same figures."""
+    def _validate(self, bar: tqdm) -> dict:
+        """Score the validation shards with the weights that would be served; every process returns the same figures."""
+        if self.config.follow:
+            self.validation_reader.refresh()
+        served = self.engine.served()
         mine = score_reader(
-            self.served,
+            served,
             self.target,
             self.validation_reader,
             depths=self.depths,
@@ -219,42 +227,77 @@ class Trainer:
             num_ranks=self.accelerator.num_processes,
         )
         figures = summarize(gather_object(mine), depths=self.depths)
-        if figures["tau"] > self.state.best_tau:
-            self.state.best_tau, self.state.best_step = figures["tau"], self.state.step
-        self.tracker.log(self.state.step, {"tau": figures["tau"], "validation": figures})
-        if bar is not None:
-            bar.write(f"epoch {self.state.epoch}: validation tau({self.depths}) {figures['tau']:.3f}")
+        new = self.state.step not in checkpoint.taus(self.folder)
+        self.accelerator.wait_for_everyone()  # all have looked before one writes
+        if self.accelerator.is_main_process and new:
+            checkpoint.record_tau(self.folder, self.state.step, figures["tau"])
+            self.tracker.log(self.state.step, {"tau": figures["tau"], "validation": figures})
+        bar.write(f"epoch {self.state.epoch + 1}: validation tau({self.depths}) {figures['tau']:.3f}")
         return figures
 
     def _save(self) -> None:
-        if self.accelerator.is_main_process:
-            checkpoint.save(
-                self.folder,
-                drafter=self.drafter,
-                average=self.average,
-                optimizers=self.optimizers,
-                state=self.state,
-            )
-            checkpoint.prune(self.folder, keep=self.config.keep_checkpoints, best_step=self.state.best_step)
-        self.accelerator.wait_for_everyone()
+        """Hand a checkpoint to the writer; what the step waited for it is logged."""
+        state = replace(self.state, interval=gather_object([self._stored_interval()]))
+        stall = self.writer.save(self.engine.stored(), state)
+        now = time.monotonic()
+        share, self.saved = stall / (now - self.saved), now
+        self.tracker.log(
+            self.state.step,
+            {
+                "checkpoint_stall_seconds": stall,
+                "checkpoint_stall_share": share,  # of the time since the last one
+                "checkpoint_write_seconds": self.writer.write_seconds,  # of the last one, beside the training
+            },
+        )
 
-    def _resume(self, fresh: RunState) -> RunState:
-        """The state to go on from: of the newest complete checkpoint of this very run, or `fresh`."""
+    def _leave(self, bar: tqdm) -> None:
+        self.writer.finish()
+        self.accelerator.wait_for_everyone()
+        bar.write(f"told to end: step {self.state.step} is saved, the same command goes on from there")
+        raise SystemExit(TERMINATED)
+
+    def _resumed(self) -> dict[str, dict[str, Tensor]] | None:
+        """Take the state of the newest complete checkpoint of this very run, and return its tensors, if there is one."""
         newest = checkpoint.latest(self.folder)
         if newest is None:
-            return fresh
+            return None
         found = checkpoint.read_state(newest)
-        changed = [
-            f"{key}={found.fingerprint.get(key)} there, {value} here"
-            for key, value in fresh.fingerprint.items()
-            if found.fingerprint.get(key) != value
-        ]
-        if changed:
-            raise ValueError(
-                f"{newest} belongs to a run with other settings ({'; '.join(changed[:3])}): choose another out=, "
-                "or remove the folder"
-            )
-        state = checkpoint.load(newest, drafter=self.drafter, average=self.average, optimizers=self.optimizers)
-        self.tracker.resume(state.step)
+        self.state.check_continues(newest, found)
+        self.state = found
+        self.tracker.resume(found.step)
         self.accelerator.print(f"resuming from {newest}")
-        return state
+        return checkpoint.read_tensors(newest)
+
+    def _first_says(self, number: int) -> int:
+        """The first process's number, on every process; a run that was told to end ends here too."""
+        first = self.accelerator.is_main_process
+        said, stop = self.agreement.sum(torch.tensor([number if first else 0, int(self.termination.asked)])).tolist()
+        if stop:
+            self._save()
+            self._leave(tqdm(disable=not first))
+        return said
+
+    def _new_interval(self) -> Interval:
+        device = self.accelerator.device
+        return Interval(DepthSums.zeros(self.depths, device=device), torch.zeros((), device=device), time.monotonic())
+
+    def _stored_interval(self) -> dict:
+        interval = self.interval
+        return {
+            "sums": interval.sums.values.tolist(),  # float64, to its last digit
+            "tokens": interval.tokens,
+            "data_wait": interval.data_wait,
+            "seconds": time.monotonic() - interval.started,
+        }
+
+    def _restored_interval(self) -> Interval:
+        """What this process had summed when the checkpoint was made; on another number of processes the first takes all."""
+        interval, stored = self._new_interval(), self.state.interval
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        mine = stored[rank : rank + 1] if len(stored) == ranks else stored if rank == 0 else []
+        for one in mine:
+            interval.sums += DepthSums(torch.tensor(one["sums"], dtype=torch.float64, device=self.accelerator.device))
+            interval.tokens += one["tokens"]
+            interval.data_wait += one["data_wait"]
+        interval.started -= max((one["seconds"] for one in stored), default=0.0)
+        return interval

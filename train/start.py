@@ -1,0 +1,82 @@
+"""What a run starts from: random weights and a vocabulary map made from its shards, or a published drafter with its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from data.vocab import Vocabulary, draft_vocabulary
+from train.checkpoint import load_weights
+from train.config import TrainConfig
+from train.export import trained_name
+from train.model import Drafter, DrafterShape
+from train.target import Target
+
+FLAGS = ("rope_theta", "rms_norm_eps", "head_dim", "num_attention_heads", "num_key_value_heads")  # shapes do not tell
+SWITCHES = ("fc_norm", "norm_before_fc", "norm_output")  # absent means off
+
+
+def first_drafter(config: TrainConfig, target: Target) -> Drafter:
+    """The drafter of step 0."""
+    shape = DrafterShape.resolve(config.drafter, target.config, num_boundaries=len(config.target.boundaries))
+    if config.init_from is not None:
+        return published_drafter(Path(config.init_from), shape, boundaries=config.target.boundaries)
+    vocabulary = Vocabulary.load(Path(config.shards))
+    d2t, t2d = draft_vocabulary(vocabulary.counts, size=shape.draft_vocab_size, special_ids=vocabulary.special_ids)
+    drafter = Drafter(shape, d2t=d2t, t2d=t2d)
+    drafter.initialize(
+        target, std=config.drafter.init_std, head_from_target=config.drafter.init_head_from_target, seed=config.seed
+    )
+    return drafter
+
+
+def published_drafter(folder: Path, shape: DrafterShape, *, boundaries: list[int]) -> Drafter:
+    """The drafter in `folder`, in the format that SGLang or vLLM serves, in float32 and with its own vocabulary map.
+
+    Raises ValueError where it is not the drafter that this run describes: both shapes, or both settings.
+    """
+    config, tensors = _read(folder)
+    _check_settings(config, shape, boundaries=boundaries, where=folder)
+    if "d2t" not in tensors:
+        raise ValueError(f"{folder} has no d2t: without its vocabulary map its head means nothing, and no other one fits")
+    found = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    target_ids = found["d2t"].long() + torch.arange(found["d2t"].shape[0])
+    if "t2d" not in found and int(target_ids.max()) < shape.vocab_size:  # it says the same once more
+        found["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True)
+    drafter = Drafter(
+        shape,
+        d2t=torch.zeros(shape.draft_vocab_size, dtype=torch.int64),
+        t2d=torch.zeros(shape.vocab_size, dtype=torch.bool),
+    )
+    load_weights(drafter, found, where=folder)
+    return drafter
+
+
+def _read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
+    """Its config.json, and its tensors under the names of training; the target's embedding, which some carry, left out."""
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        tensors = {trained_name(name): tensor for file in files for name, tensor in load_file(file).items()}
+    except (OSError, json.JSONDecodeError, SafetensorError) as error:
+        raise ValueError(f"init_from={folder} is no drafter ({error}): give a folder as SGLang serves it") from error
+    if not files:
+        raise ValueError(f"init_from={folder} has no .safetensors file: convert the drafter's weights first")
+    return config, {name: tensor for name, tensor in tensors.items() if not name.endswith("embed_tokens.weight")}
+
+
+def _check_settings(config: dict, shape: DrafterShape, *, boundaries: list[int], where: Path) -> None:
+    mine = shape.as_dict()
+    found = {name: config[name] for name in FLAGS if config.get(name) is not None}
+    found |= {name: bool(config.get(name, False)) for name in SWITCHES}
+    wrong = [f"{name} is {value} there, {mine[name]} here" for name, value in found.items() if value != mine[name]]
+    captured = config.get("eyas", {}).get("boundaries")
+    if captured is not None and list(captured) != list(boundaries):
+        wrong.append(f"boundaries are {captured} there, {list(boundaries)} here")
+    if wrong:
+        raise ValueError(f"init_from={where} is another drafter: {'; '.join(wrong)}: set drafter.* as it has them")
