@@ -18,6 +18,7 @@ from data.packing import Piece
 from data.shards import ShardReader, ShardWriter
 from data.storage import Remote, Uploader, local_folder
 from data.stream import PackDataset
+from launch.merge import merge
 from launch.verify import verify
 from tests.records import PROVENANCE, record_of
 
@@ -226,3 +227,21 @@ def test_a_shared_file_system_sees_only_whole_files(tmp_path: Path, monkeypatch)
     write(tmp_path / "out", str(shared), "ab")
     assert {".train-000000.tar.tmp", "train-000000.index.json"} <= seen[1] and "train-000000.tar" not in seen[1]
     assert same(ShardReader(local_folder(shared), split="train"), "ab") and verify(shared).problems == {}
+
+
+def test_parts_on_s3_are_merged_by_the_store_itself(bucket: str, server, tmp_path: Path):
+    for i, ids in enumerate(("ab", "c")):
+        out, url = tmp_path / str(i), f"{bucket}-{i}"
+        with Uploader(out, url, keep_local=False) as uploader:
+            with ShardWriter(
+                out, provenance=PROVENANCE, split="train", shard_bytes=1, part=f"{i}/2", on_finished=uploader.send
+            ) as writer:
+                for id in ids:
+                    writer.write(record_of(id, num_tokens=4 + ord(id) % 3))
+            mark_complete(out)
+    with pytest.raises(ValueError, match="train-000000.tar is not in .*/0: give the place where its shards were sent"):
+        merge([tmp_path / "0", tmp_path / "1"], tmp_path / "all", how="link")
+    with pytest.raises(ValueError, match="is not where out=.* is: give both on one file system, or both on S3"):
+        merge([f"{bucket}-0", f"{bucket}-1"], tmp_path / "all", how="link")
+    merge([f"{bucket}-1", f"{bucket}-0"], bucket, how="link")
+    assert same(ShardReader(local_folder(bucket), split="train"), "abc") and verify(bucket).complete

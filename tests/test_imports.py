@@ -16,7 +16,7 @@ MAY_IMPORT = {"data": {"data"}, "extract": {"data", "extract"}, "train": {"data"
 GUARD = re.compile(r"sys\.path\.insert\(0, str\((pathlib\.)?Path\(__file__\)\.resolve\(\)\.parent\.parent\)\)$")
 STAGES = [
     "data/main.py", "extract/main.py", "train/main.py", "train/evaluate.py", "train/export.py",
-    "launch/quickstart.py", "launch/serve.py", "launch/bench.py",
+    "launch/quickstart.py", "launch/serve.py", "launch/bench.py", "launch/verify.py", "launch/merge.py", "launch/recode.py",
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import torch
 from data.codecs import TeacherHead
 from data.manifest import Manifest, index_name, mark_complete
 from data.shards import ShardReader, ShardWriter
-from launch.verify import verify
+from launch.verify import main, verify
 from tests.records import PROVENANCE, dataset_of, record_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,32 +171,23 @@ def test_the_same_command_clears_what_a_killed_run_left(shards: Path):
     assert bad(shards) == {}
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, ROOT / "launch" / "verify.py", *arguments], capture_output=True, text=True, timeout=120
-    )
+def test_the_command_counts_a_whole_dataset(shards: Path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launch/verify.py", f"shards={shards}", f"out={shards.parent / 'log'}"])
+    main()
+    assert "verify: 7 records, 42 tokens" in (said := capsys.readouterr().out)
+    assert "(toy, bf16) hold; it is not complete" in said
+    assert json.loads((shards.parent / "log" / "summary.json").read_text())["records"] == 7
 
 
-def test_the_command_says_which_shard_is_bad_and_fails(shards: Path):
-    good = command(f"shards={shards}")
-    assert good.returncode == 0, good.stderr
-    assert "verify: 7 records, 42 tokens" in good.stdout and "(toy, bf16) hold; it is not complete" in good.stdout
-    assert json.loads((shards.parent / "shards-verified" / "summary.json").read_text())["records"] == 7
-
-    flip(shards / "train-000001.tar", 1500)
-    broken = command(f"shards={shards}")
-    assert broken.returncode != 0
-    assert "BAD train-000001.tar: " in broken.stdout and "train-000002" not in broken.stdout
-    assert "1 bad file(s) beside" in broken.stderr and "Traceback" not in broken.stderr
-    assert "verify: 100%" in broken.stderr
-
-
-
-
-def test_bad_shards_can_be_taken_out_and_their_records_written_again(shards: Path):
+def test_the_command_names_bad_shards_fails_and_takes_them_out_to_be_written_again(shards: Path):
     flip(shards / "train-000001.tar", 1500)
     lost = [entry.id for entry in ShardReader(shards, split="train").shards[1].entries]
-    assert command(f"shards={shards}", "remove_bad=true").returncode != 0
+    line = [sys.executable, ROOT / "launch" / "verify.py", f"shards={shards}", f"out={shards.parent / 'log'}"]
+    found = subprocess.run([*line, "remove_bad=true"], capture_output=True, text=True, timeout=120)
+    assert found.returncode != 0
+    assert "BAD train-000001.tar: " in found.stdout and "train-000002" not in found.stdout
+    assert "1 bad file(s) beside" in found.stderr and "Traceback" not in found.stderr
+    assert "verify: 100%" in found.stderr
     assert bad(shards) == {} and not (shards / "train-000001.tar").exists()
     dataset_of(shards, [record_of(id, num_tokens=4 + int(id[-1])) for id in lost])
     assert bad(shards) == {} and verify(shards).records == 7

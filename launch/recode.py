@@ -1,0 +1,122 @@
+"""A dataset in another codec, from the states that it has: nothing is captured again.
+
+python launch/recode.py target=smollm2_135m shards=DIR out=DIR codec=fp8+topk64
+"""
+
+import sys, pathlib  # noqa: E401
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import shutil  # noqa: E402
+from dataclasses import dataclass, replace  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from data import vocab  # noqa: E402
+from data.codecs import Codec, TeacherHead  # noqa: E402
+from data.config import TargetConfig, require, stage  # noqa: E402
+from data.embedded import ensure_target  # noqa: E402
+from data.manifest import Manifest, finished_ids, mark_complete  # noqa: E402
+from data.schema import SPLITS, Provenance, Record, check_same  # noqa: E402
+from data.shards import ShardReader, ShardWriter  # noqa: E402
+from data.storage import local_folder  # noqa: E402
+from extract.capture import head_weight  # noqa: E402
+
+
+@dataclass
+class RecodeConfig:
+    """From one codec to another. YAML: conf/recode.yaml.
+
+    shards       folder with a manifest.json, or s3://…
+    out          folder to write; the same command continues there
+    codec        see data/codecs.py
+    device       auto | cpu | cuda: where codec topk asks the target's head
+    """
+
+    target: TargetConfig
+    shards: str
+    out: str
+    codec: str
+    shard_bytes: int
+    device: str
+
+    def __post_init__(self) -> None:
+        Codec.parse(self.codec)
+        require(self.shard_bytes >= 1, "shard_bytes", self.shard_bytes, "at least 1")
+        require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
+
+
+@stage("recode")
+def main(config: RecodeConfig) -> dict:
+    source, out, codec = local_folder(config.shards), Path(config.out), Codec.parse(config.codec)
+    manifest = Manifest.load(source)
+    found = manifest.provenance
+    head = None
+    if codec.last == "topk" and Codec.parse(found.codec).last != "topk":
+        target = ensure_target(config.target)
+        expected = Provenance.of_target(
+            target,
+            name=config.target.name,
+            boundaries=list(found.boundaries),
+            codec=found.codec,
+            engine=found.engine,
+            engine_version=found.engine_version,
+        )
+        check_same(found, expected, where=str(source))
+        device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        head = TeacherHead(head_weight(target), device=device)
+    recode(source, out, codec=codec, head=head, shard_bytes=config.shard_bytes)
+    before, after = (sum(shard.bytes for shard in Manifest.load(folder).shards) for folder in (source, out))
+    num_tokens = sum(shard.tokens for shard in Manifest.load(out).shards)
+    return {
+        "codec": codec.name,
+        "tokens": num_tokens,
+        "bytes": after,
+        "bytes_per_token": round(after / num_tokens, 1),
+        "share": round(after / before, 4),
+        "line": f"{num_tokens} tokens as {codec.name} in {out}: {after / 1e9:.2f} GB, {100 * after / before:.1f} % of "
+        f"{found.codec}'s",
+    }
+
+
+def recode(source: Path, out: Path, *, codec: Codec, head: TeacherHead | None, shard_bytes: int) -> None:
+    """Writes what `source` has and `out` has not yet. Raises ValueError if `source` lacks what the codec stores."""
+    manifest = Manifest.load(source)
+    provenance = replace(manifest.provenance, codec=codec.name)
+    done = finished_ids(out)
+    out.mkdir(parents=True, exist_ok=True)
+    if (source / vocab.FILE).exists():
+        shutil.copy(source / vocab.FILE, out / vocab.FILE)
+    total = sum(shard.tokens for shard in manifest.shards)
+    with tqdm(total=total, desc="recode", unit=" tokens", unit_scale=True) as progress:
+        for split in SPLITS:
+            with ShardWriter(
+                out, provenance=provenance, split=split, shard_bytes=shard_bytes, part=manifest.part
+            ) as writer:
+                for record in ShardReader(source, split=split):
+                    if record.id not in done:
+                        writer.write(with_top_k(record.decoded(), codec, head))
+                    progress.update(record.num_tokens)
+    if manifest.complete:
+        mark_complete(out)
+
+
+def with_top_k(record: Record, codec: Codec, head: TeacherHead | None) -> Record:
+    """The record with the teacher's most likely tokens, if the codec stores them: from `last`, or of those it has."""
+    if codec.last != "topk":
+        return record
+    if record.last is not None:
+        return replace(record, **head.top_k(record.last, codec.top_k))
+    if record.top_ids.shape[1] < codec.top_k:
+        raise ValueError(
+            f"record {record.id} has the {record.top_ids.shape[1]} most likely tokens and no last, codec {codec.name} "
+            f"stores more: capture them again"
+        )
+    kept = {name: getattr(record, name)[:, : codec.top_k] for name in ("top_ids", "top_log_probs")}
+    return replace(record, **kept)
+
+
+if __name__ == "__main__":
+    main()
