@@ -66,11 +66,16 @@ class Engine(Protocol):
 
 
 def accelerator_of(config: EngineConfig, **options: Any) -> Accelerator:
-    """Accelerate starts the processes and moves small things between them; the model is handed to the engine below."""
+    """Accelerate starts the processes and moves small things between them; the model is handed to the engine below.
+
+    Raises ValueError for bf16 gradients without a GPU.
+    """
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # has been heard: train/config.py, launched_engine
-    if os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true":
-        PartialState(cpu=True)
+    if not torch.cuda.is_available():
+        PartialState(cpu=True)  # or Accelerate looks for a GPU in each process of several
     bf16 = config.gradient_dtype == "bf16"
+    if bf16 and not torch.cuda.is_available():
+        raise ValueError("engine.gradient_dtype=bf16: collectives on the CPU sum float32 only: leave it at fp32")
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False,  # the only buffers are the vocabulary map, which never changes
         gradient_as_bucket_view=True,

@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from tqdm import tqdm
 
 from data.shards import ShardReader
 from data.stream import Step
@@ -22,6 +21,7 @@ from train.feed import Agreement, StepFeed
 from train.follow import Planner
 from train.metrics import DepthSums
 from train.model import Drafter
+from train.progress import Meter, Progress, device_name
 from train.running import Termination, only_run
 from train.target import Target
 from train.tracking import Tracker
@@ -38,7 +38,7 @@ class Interval:
     sums: DepthSums
     grad_norm: Tensor
     started: float
-    tokens: int = 0
+    work: tuple[int, int, int] = (0, 0, 0)  # tokens, rows that asked, pairs: what train/plan.py counts operations by
     data_wait: float = 0.0  # seconds
 
 
@@ -93,18 +93,23 @@ class Trainer:
             self.folder, keep=config.keep_checkpoints, writes=accelerator.is_main_process
         )
         self.interval, self.saved = self._restored_interval(), time.monotonic()
+        self.meter = Meter(
+            drafter.shape,
+            depths=self.depths,
+            device_name=device_name(accelerator.device),
+            devices=accelerator.num_processes,
+            peak_tflops=config.tracker.peak_tflops,
+        )
 
     def run(self) -> dict:
         """Train to the end and return the last validation's figures."""
         config, state, validation = self.config, self.state, None
         self.started = time.monotonic() - state.seconds
-        with Termination() as self.termination, tqdm(
-            total=self.total_steps,
-            initial=state.step,
-            desc="train",
-            unit="step",
-            disable=not self.accelerator.is_main_process,
-        ) as bar:
+        quiet = not self.accelerator.is_main_process
+        with (
+            Termination() as self.termination,
+            Progress(total=self.total_steps, initial=state.step, disable=quiet) as bar,
+        ):
             for epoch in range(state.epoch, config.epochs):
                 resumed_at = state.step_in_epoch
                 self._train_epoch(epoch, bar)
@@ -125,7 +130,7 @@ class Trainer:
         """Let the engine go before the process group does."""
         self.engine.close()
 
-    def _train_epoch(self, epoch: int, bar: tqdm) -> None:
+    def _train_epoch(self, epoch: int, bar: Progress) -> None:
         """The steps of an epoch that are left to do."""
         done_before, skip = 0, self.state.step_in_epoch
         for steps in self.planner.parts(epoch):
@@ -135,7 +140,7 @@ class Trainer:
                 self._train(left, bar)
         self.total_steps = self.planner.total_steps()
 
-    def _train(self, steps: list[Step], bar: tqdm) -> None:
+    def _train(self, steps: list[Step], bar: Progress) -> None:
         config, state = self.config, self.state
         feed = StepFeed(
             self.train_reader,
@@ -179,18 +184,19 @@ class Trainer:
             interval.sums += self.engine.accumulate(
                 micro.batch, micro.documents, micro.counted, counts, measure, last=left == 0
             )
-            interval.tokens += micro.num_tokens
+            interval.work = tuple(map(sum, zip(interval.work, (micro.num_tokens, micro.rows, micro.pairs))))
         lr = optim.learning_rate(self.state.step, total_steps=self.total_steps, config=self.config.optim)
         interval.grad_norm = self.engine.step(lr)
         interval.data_wait, feed.waited = interval.data_wait + feed.waited, 0.0
         stop, writing = agreed[self.depths :].bool().tolist()
         return stop, writing
 
-    def _log(self, bar: tqdm) -> None:
+    def _log(self, bar: Progress) -> None:
         """Write what the interval saw, over all processes, and begin the next one."""
         interval, device, state = self.interval, self.accelerator.device, self.state
         sums = DepthSums(self.accelerator.reduce(interval.sums.values, "sum"))
-        tokens = self.accelerator.reduce(torch.tensor(float(interval.tokens), device=device), "sum")
+        work = self.accelerator.reduce(torch.tensor(interval.work, dtype=torch.float64, device=device), "sum")
+        tokens, rows, pairs = work.tolist()
         means = sums.means()
         state.supervised_tokens += int(sums.values[0, 0])
         seconds = time.monotonic() - interval.started
@@ -203,15 +209,18 @@ class Trainer:
             "alpha": means["alpha"],
             "lr": optim.learning_rate(state.step - 1, total_steps=self.total_steps, config=self.config.optim),
             "grad_norm": float(interval.grad_norm),
-            "tokens_per_second": float(tokens) / seconds,
+            "tokens_per_second": tokens / seconds,
             "supervised_tokens": state.supervised_tokens,
             "data_wait_share": interval.data_wait / seconds,
+            "seconds": state.seconds,
         }
+        mfu = self.meter.mfu(tokens=tokens, rows=rows, pairs=pairs, seconds=seconds)
+        figures |= {} if mfu is None else {"mfu": mfu}
         self.tracker.log(state.step, figures)
-        bar.set_postfix(loss=f"{total:.3f}", acc=f"{means['acc'][0]:.3f}", tok_s=f"{figures['tokens_per_second']:.0f}")
+        bar.figures(figures)
         self.interval = self._new_interval()
 
-    def _validate(self, bar: tqdm) -> dict:
+    def _validate(self, bar: Progress) -> dict:
         """Score the validation shards with the weights that would be served; every process returns the same figures."""
         if self.config.follow:
             self.validation_reader.refresh()
@@ -231,8 +240,11 @@ class Trainer:
         self.accelerator.wait_for_everyone()  # all have looked before one writes
         if self.accelerator.is_main_process and new:
             checkpoint.record_tau(self.folder, self.state.step, figures["tau"])
-            self.tracker.log(self.state.step, {"tau": figures["tau"], "validation": figures})
-        bar.write(f"epoch {self.state.epoch + 1}: validation tau({self.depths}) {figures['tau']:.3f}")
+            self.tracker.log(
+                self.state.step, {"tau": figures["tau"], "validation": figures, "seconds": self.state.seconds}
+            )
+        bar.figures({"tau": figures["tau"]})
+        self.accelerator.print(f"\nepoch {self.state.epoch + 1}: validation tau({self.depths}) {figures['tau']:.3f}")
         return figures
 
     def _save(self) -> None:
@@ -250,7 +262,7 @@ class Trainer:
             },
         )
 
-    def _leave(self, bar: tqdm) -> None:
+    def _leave(self, bar: Progress) -> None:
         self.writer.finish()
         self.accelerator.wait_for_everyone()
         bar.write(f"told to end: step {self.state.step} is saved, the same command goes on from there")
@@ -274,7 +286,7 @@ class Trainer:
         said, stop = self.agreement.sum(torch.tensor([number if first else 0, int(self.termination.asked)])).tolist()
         if stop:
             self._save()
-            self._leave(tqdm(disable=not first))
+            self._leave(Progress(total=0, initial=0, disable=not first))
         return said
 
     def _new_interval(self) -> Interval:
@@ -285,7 +297,7 @@ class Trainer:
         interval = self.interval
         return {
             "sums": interval.sums.values.tolist(),  # float64, to its last digit
-            "tokens": interval.tokens,
+            "work": interval.work,
             "data_wait": interval.data_wait,
             "seconds": time.monotonic() - interval.started,
         }
@@ -297,7 +309,7 @@ class Trainer:
         mine = stored[rank : rank + 1] if len(stored) == ranks else stored if rank == 0 else []
         for one in mine:
             interval.sums += DepthSums(torch.tensor(one["sums"], dtype=torch.float64, device=self.accelerator.device))
-            interval.tokens += one["tokens"]
+            interval.work = tuple(map(sum, zip(interval.work, one["work"])))
             interval.data_wait += one["data_wait"]
         interval.started -= max((one["seconds"] for one in stored), default=0.0)
         return interval
