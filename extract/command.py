@@ -169,10 +169,11 @@ def environment(
         added[VARIABLE] = capturing.to_json()
     if found.device == "cpu":
         added |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-        if engine.tensor_parallel > 1:  # else every process takes every core
+        num_processes = engine.tensor_parallel * (1 if engine.dp_attention else engine.data_parallel)
+        if num_processes > 1:  # else every process takes every core
             cores = sorted(os.sched_getaffinity(0))
-            share = max(1, len(cores) // engine.tensor_parallel)
-            groups = [cores[i * share : (i + 1) * share] or cores[:1] for i in range(engine.tensor_parallel)]
+            share = max(1, len(cores) // num_processes)
+            groups = [cores[i * share : (i + 1) * share] or cores[:1] for i in range(num_processes)]
             added["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
     return added
 

@@ -117,14 +117,17 @@ def other_clients(url: str):
     assert errors == [], "ordinary traffic is served as ever"
 
 
-def records(server, made: Family, out: Path, *, in_flight_bytes: int) -> dict[str, Record]:
+def records(
+    server, made: Family, out: Path, *, in_flight_bytes: int, retries: int = 0, sent: list[Prompt] | None = None
+) -> dict[str, Record]:
     provenance = Provenance.of_target(
         made.folder, name=made.name, boundaries=list(made.boundaries), codec="fp32", engine="sglang",
         engine_version=SGLANG_VERSION,
     )  # fmt: skip
     extract(
-        prompts(), server=server, out=out, provenance=provenance, shard_bytes=1 << 30, in_flight_bytes=in_flight_bytes,
-        retries=0,
+        sent or prompts(), server=server, out=out, provenance=provenance, shard_bytes=1 << 30,
+        in_flight_bytes=in_flight_bytes,
+        retries=retries,
     )  # fmt: skip
     return {record.id: record for record in ShardReader(out, split="train")}
 

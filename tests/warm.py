@@ -80,6 +80,11 @@ def main(listener: socket.socket) -> None:
 
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *arguments, **options: None  # SGLang asks for spawn
+    # A process asks to die with the thread that forked it, and by the time a spawned one asks that is long gone; all of
+    # a server's processes are one group here, which ends as a whole.
+    for module in list(sys.modules.values()):
+        if "kill_itself_when_parent_died" in vars(module):
+            module.kill_itself_when_parent_died = lambda: None
     watched: dict[int, socket.socket] = {}
     woken, waker = socket.socketpair()  # a child's end wakes the loop below
     waker.setblocking(False)

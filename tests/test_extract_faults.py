@@ -1,0 +1,126 @@
+"""What the plugin must never do to a server: change an answer, take it down, or let a wrong record through."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from extract import fetch, sink
+from extract.capture import Reference
+from tests.families import family
+from tests.targets import serve
+from tests.test_extract_matrix import CHUNKED, other_clients, prompts, records, relative
+
+BOUNDARIES = [1, 2, 3, 4, 5]
+
+# Loaded into the server's processes beside ours: what leads to the spool fails now and then, each time another way.
+# Writes down what it did.
+FAULTS = '''
+import errno, itertools, os, random, torch
+from extract import plugin, spool
+
+dice, did = random.Random(0), open(os.path.join(os.path.dirname(__file__), "did.txt"), "a", buffering=1)
+write_part, columns_of = spool.write_part, plugin.columns_of
+ways = itertools.cycle(["no space", "a bug", "other tokens", "not finite", "rows lost", "rows twice"])
+
+def fault(names):
+    name = next(names) if dice.random() < 0.1 else None
+    if name:
+        print(name, file=did)
+    return name
+
+def bad_columns(hidden, aux, **options):
+    if fault(iter(["columns"])):
+        raise RuntimeError("injected: no columns")
+    return columns_of(hidden, aux, **options)
+
+def bad_write(folder, rid, *, start, rank, tokens, aux, last, kind=""):
+    name = fault(ways)
+    if name == "no space":
+        raise OSError(errno.ENOSPC, "injected: no space left")
+    if name == "a bug":
+        raise KeyError("injected: a bug")
+    if name == "other tokens":
+        tokens = tokens + 1
+    if name == "not finite":
+        aux = aux.clone()
+        aux[-1, 0, 0] = float("nan")
+    if name == "rows lost":
+        if len(tokens) == 1:
+            return
+        tokens, aux, last = tokens[:-1], aux[:-1], last[:-1]
+    if name == "rows twice":
+        write_part(folder, rid, start=start + 1, rank=rank, tokens=tokens, aux=aux, last=last, kind=kind)
+    write_part(folder, rid, start=start, rank=rank, tokens=tokens, aux=aux, last=last, kind=kind)
+
+def register():
+    plugin.columns_of, spool.write_part = bad_columns, bad_write
+'''
+
+
+def with_plugin(folder: Path, name: str, code: str) -> Path:
+    """A folder for PYTHONPATH from which SGLang loads `code` as a plugin."""
+    (folder / f"{name}-0.dist-info").mkdir(parents=True)
+    (folder / f"{name}.py").write_text(code)
+    (folder / f"{name}-0.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (folder / f"{name}-0.dist-info/entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    return folder
+
+
+def answers(url: str) -> list[dict]:
+    """What /generate says to a few prompts, one after the other, every number of it."""
+    said = []
+    for i, prompt in enumerate(prompts()):
+        asked = {
+            "input_ids": prompt.tokens.tolist(), "rid": f"ordinary-{i}", "return_logprob": True, "top_logprobs_num": 5,
+            "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True},
+        }  # fmt: skip
+        request = urllib.request.Request(f"{url}/generate", json.dumps(asked).encode(), {"Content-Type": "application/json"})
+        answer = json.loads(urllib.request.urlopen(request, timeout=60).read())
+        kept = ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs")
+        said.append({"ids": answer["output_ids"], **{name: answer["meta_info"][name] for name in kept}})
+    return said
+
+
+def test_answers_are_bit_equal_without_the_plugin_with_it_and_with_a_capture_asked_for(models, tmp_path, monkeypatch):
+    """Three servers; tokens and every log-probability, of requests one after the other."""
+    target = family("llama", models).folder
+    monkeypatch.setenv("SGLANG_PLUGINS", "none of them")
+    with serve(target, tmp_path / "without") as server:
+        without = answers(server.url)
+    monkeypatch.delenv("SGLANG_PLUGINS")
+    with serve(target, tmp_path / "idle") as server:
+        assert answers(server.url) == without
+    with serve(target, tmp_path / "capturing", boundaries=BOUNDARIES) as server:
+        assert answers(server.url) == without
+    assert len(without) == len(prompts()) and all(len(said["ids"]) == 6 for said in without)
+
+
+def test_whatever_fails_in_the_plugin_the_server_serves_on_and_every_record_is_right(models, tmp_path, monkeypatch):
+    """Retried until it goes well: no record is missing, none is wrong, other clients notice nothing."""
+    made = family("llama", models)
+    faults = with_plugin(tmp_path / "faults", "faults", FAULTS)
+    monkeypatch.setenv("PYTHONPATH", str(faults))
+    monkeypatch.setattr(fetch, "ROWS_SECONDS", 0.7)
+    monkeypatch.setattr(sink, "RETRY_SECONDS", 0.0)
+    reference = Reference(made.reference)
+    sent = [replace(prompt, id=f"{prompt.id}-{i}") for i in range(4) for prompt in prompts()]
+    with serve(made.folder, tmp_path, boundaries=BOUNDARIES, **CHUNKED.engine) as server:
+        with other_clients(server.url):
+            found = records(server, made, tmp_path / "shards", in_flight_bytes=1 << 30, retries=30, sent=sent)
+        assert server.is_alive()
+        pid = json.loads(next(server.capturing.spool.glob("server-*.json")).read_text())["pid"]
+        assert Path(f"/proc/{pid}").exists(), "the scheduler that was started is still the one that serves"
+    did = (faults / "did.txt").read_text().split("\n")
+    assert {"columns", "no space", "a bug", "other tokens", "not finite", "rows lost", "rows twice"} <= set(did)
+    assert list(found) == [prompt.id for prompt in sent]
+    for prompt in sent:
+        record, expected = found[prompt.id], reference.states(torch.from_numpy(prompt.tokens))
+        assert record.tokens.tolist() == prompt.tokens.tolist()
+        for column, boundary in enumerate(BOUNDARIES):
+            assert relative(record.aux[:, column], expected.residual[boundary]) <= 1e-5
+        assert relative(record.last, expected.last) <= 1e-5
