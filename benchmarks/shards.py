@@ -179,7 +179,7 @@ def measure(shape: Shape, folder: Path, *, num_bytes: int, repeats: int) -> dict
                 shutil.rmtree(target)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     ratios = {f"{what}_ratio": medians[f"eyas_{what}"] / medians[f"webdataset_{what}"] for what in ("write", "read", "batch")}
-    rounded = {name: round(value, 3) for name, value in (medians | ratios).items()}
+    rounded = {name: round(value, 5) for name, value in (medians | ratios).items()}
     return {**rounded, "records": len(rows), "gigabytes": round(size / 1e9, 3), "bytes_per_token": shape.bytes_per_token}
 
 

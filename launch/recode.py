@@ -90,7 +90,8 @@ def recode(source: Path, out: Path, *, codec: Codec, head: TeacherHead | None, s
     if (source / vocab.FILE).exists():
         shutil.copy(source / vocab.FILE, out / vocab.FILE)
     total = sum(shard.tokens for shard in manifest.shards)
-    with tqdm(total=total, desc="recode", unit=" tokens", unit_scale=True) as progress:
+    interval = 0.5 if sys.stderr.isatty() else 30.0  # seconds; a log file wants few lines
+    with tqdm(total=total, desc="recode", unit=" tokens", unit_scale=True, mininterval=interval) as progress:
         for split in SPLITS:
             with ShardWriter(
                 out, provenance=provenance, split=split, shard_bytes=shard_bytes, part=manifest.part

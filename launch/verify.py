@@ -115,7 +115,8 @@ def verify(path: Path | str, *, progress: bool = False) -> Verified:
     manifest = Manifest.load(path)
     found, seen = Verified(complete=manifest.complete), {}
     size = sum(shard.bytes for shard in manifest.shards)
-    with tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=not progress) as bar:
+    interval = 0.5 if sys.stderr.isatty() else 30.0  # seconds; a log file wants few lines
+    with tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=not progress, mininterval=interval) as bar:
         for info in manifest.shards:
             try:
                 with whole(path, info) as folder:
