@@ -20,6 +20,7 @@ from data.config import stage
 from data.embedded import ensure_target
 from data.schema import Record
 from data.shards import ShardReader
+from data.storage import local_folder
 from extract.command import Capturing, Drafting, command, environment, install_plugin, installation
 from extract.probe import load_reference, probe_drafter
 from extract.server import Server
@@ -86,7 +87,7 @@ def plain_command(config: ServeConfig, target_path: Path, drafting: Drafting) ->
 
 
 def first_record(shards: str | None) -> Record | None:
-    return ShardReader(Path(shards), split="train").read(0) if shards else None
+    return ShardReader(local_folder(shards), split="train").read(0).decoded() if shards else None
 
 
 def wait(server: Server) -> float:

@@ -27,6 +27,7 @@ from data.batch import Batch
 from data.embedded import ensure_target
 from data.packing import pack
 from data.shards import ShardReader
+from data.storage import local_folder
 from data.stream import PackDataset
 from train import attention
 from train.config import EvaluateConfig
@@ -158,7 +159,7 @@ def main(config: EvaluateConfig) -> dict:
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     target_path = ensure_target(config.target)
     drafter, exported = load_drafter(Path(config.drafter))
-    reader = ShardReader(Path(config.shards), split=config.split)
+    reader = ShardReader(local_folder(config.shards), split=config.split)
     check_shards(reader, target_path, name=exported["eyas"]["target"], boundaries=exported["eyas"]["boundaries"])
     target = Target.load(target_path, device=device, dtype=dtype)
     depths = config.depths or exported["eyas"]["depths"]

@@ -17,6 +17,7 @@ import torch
 from data.config import finished, fingerprint, stage
 from data.embedded import ensure_target
 from data.shards import ShardReader
+from data.storage import local_folder
 from train.config import TrainConfig
 from train.engine import accelerator_of
 from train.export import export
@@ -31,7 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32, 
 
 @stage("train")
 def main(config: TrainConfig) -> dict:
-    out, shards = Path(config.out), Path(config.shards)
+    out, shards = Path(config.out), local_folder(config.shards)
     if config.follow:
         wait_for_shards(shards)
     inputs = fingerprint(asdict(config), "growing" if config.follow else shards / "manifest.json")

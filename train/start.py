@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from data.storage import local_folder
 from data.vocab import Vocabulary, draft_vocabulary
 from train.checkpoint import load_weights
 from train.config import TrainConfig
@@ -26,7 +27,7 @@ def first_drafter(config: TrainConfig, target: Target) -> Drafter:
     shape = DrafterShape.resolve(config.drafter, target.config, num_boundaries=len(config.target.boundaries))
     if config.init_from is not None:
         return published_drafter(Path(config.init_from), shape, boundaries=config.target.boundaries)
-    vocabulary = Vocabulary.load(Path(config.shards))
+    vocabulary = Vocabulary.load(local_folder(config.shards))
     d2t, t2d = draft_vocabulary(vocabulary.counts, size=shape.draft_vocab_size, special_ids=vocabulary.special_ids)
     drafter = Drafter(shape, d2t=d2t, t2d=t2d)
     drafter.initialize(
