@@ -87,3 +87,37 @@ def test_an_empty_pack_is_padding_of_the_same_shape(tmp_path, pad_to: int | None
     batch = PackDataset(reader, [[]], pad_to=pad_to)[0]
     assert batch.num_tokens == (pad_to or 1) and not batch.loss_mask.any()
     assert batch.aux.shape[1:] == (24,) and batch.aux.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ranks_and_their_workers_together_read_every_token_of_an_epoch_once(tmp_path, world_size: int, num_workers: int):
+    """Records longer than a pack are in pieces; together they are the record, token for token."""
+    records = [record_of(f"{i}", num_tokens=1 + 3 * i) for i in range(11)]
+    reader = ShardReader(dataset_of(tmp_path, records, shard_bytes=4000), split="train")
+    steps = plan_epoch(
+        reader.lengths, seed=1, epoch=2, tokens_per_pack=16, conversations_per_step=4, packs_per_step=None
+    )
+    read: dict[str, list[list[int]]] = {record.id: [] for record in records}
+    for rank in range(world_size):
+        packs = [pack for step in steps for pack in rank_packs(step, rank=rank, world_size=world_size)]
+        loader = DataLoader(PackDataset(reader, packs, pad_to=16), batch_size=None, num_workers=num_workers)
+        for batch in loader:
+            edges = batch.cu_seqlens.tolist()
+            for id, start, stop in zip(batch.ids, edges, edges[1:]):
+                read[id].append(batch.tokens[start:stop].tolist())
+    for record in records:
+        tokens = record.tokens.tolist()
+        pieces = [tokens[start : start + 16] for start in range(0, len(tokens), 16)]
+        assert sorted(read[record.id]) == sorted(pieces)
+
+
+def test_records_are_the_same_in_any_order(tmp_path):
+    records = [record_of(f"{i}", num_tokens=2 + i) for i in range(9)]
+    reader = ShardReader(dataset_of(tmp_path, records, shard_bytes=2500), split="train")
+    assert len(reader.shards) > 2
+    for i in [*np.random.default_rng(0).permutation(9).tolist(), -1, -9]:
+        assert torch.equal(reader.read(i).aux, records[i].aux.bfloat16()) and reader.read(i).id == records[i].id
+    assert [record.id for record in reader] == [record.id for record in records]
+    with pytest.raises(IndexError):
+        reader.read(9)
