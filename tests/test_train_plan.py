@@ -173,8 +173,8 @@ def test_mfu_is_the_models_operations_over_the_devices():
 
 def test_the_bar_says_what_is_known_and_nothing_else():
     figures = {"epoch": 1.114, "loss": 3.2141, "tau": 2.314, "tokens_per_second": 43564.0, "mfu": 0.5243, "data_wait_share": 0.003}
-    assert described(figures) == " | epoch 1.11 | loss 3.214 | tau 2.31 | 43.6k tok/s | MFU 52 % | data wait 0.3 %"
-    assert described({"loss": 3.0, "tokens_per_second": 812.0}) == " | loss 3.000 | 812 tok/s"
+    assert described(figures) == "epoch 1.11 | loss 3.214 | tau 2.31 | 43.6k tok/s | MFU 52 % | data wait 0.3 %"
+    assert described({"loss": 3.0, "tokens_per_second": 812.0}) == "loss 3.000 | 812 tok/s"
     assert described({}) == ""
 
 

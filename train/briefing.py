@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from train import plan
 from train.config import TrainConfig
 from train.model import DrafterShape
 from train.plan import GIB, Engine
+from train.progress import device_name
 
 
 def briefing(
@@ -21,7 +23,7 @@ def briefing(
     """Lines for the terminal. reader: of the train split."""
     engine = Engine(num_processes, int(config.engine.name.removeprefix("zero")) if config.engine.name != "ddp" else 0)
     on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
+    name = device_name(device)
     steps, fullest = _steps(config, reader)
     tokens = int(reader.lengths.sum())
     supervised, disk = (sum(getattr(shard.info, name) for shard in reader.shards) for name in ("supervised", "bytes"))
@@ -77,7 +79,7 @@ def _memory(config: TrainConfig, shape: DrafterShape, engine: Engine, *, tokens:
 def _work(config: TrainConfig, shape: DrafterShape, reader: ShardReader, *, name: str, devices: int) -> str:
     """An upper bound: as if every row asked."""
     operations = config.epochs * plan.flops_per_step(shape, reader.lengths.tolist(), depths=config.drafter.depths)
-    text = f"{operations / 1e15:,.1f} PFLOP at most"
+    text = f"{_scaled(operations, ('', 'k', 'M', 'G', 'T', 'P', 'E'))}FLOP at most"
     peak = config.tracker.peak_tflops or plan.peak_tflops(name)
     if peak is None or config.attention != "fused":
         return text
@@ -103,14 +105,14 @@ def _free(folder: Path) -> int:
 
 
 def _count(number: float) -> str:
-    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return f"{number:.0f}"
+    return _scaled(number, ("", "k", "M", "B")).replace(" ", "")
 
 
 def _size(number: float) -> str:
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number / 1e3:.0f} kB"
+    return _scaled(number, ("", "k", "M", "G", "T", "P")) + "B"
+
+
+def _scaled(number: float, prefixes: tuple[str, ...]) -> str:
+    """1234567 -> "1.23 M"."""
+    step = min(int(math.log10(max(number, 1))) // 3, len(prefixes) - 1)
+    return f"{number / 1000**step:.3g} {prefixes[step]}"

@@ -32,30 +32,35 @@ AHEAD = 2  # micro-batches that wait on the device
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One pack, and what training looks up in it. num_tokens: without padding."""
+    """One pack, and what training looks up in it. num_tokens, and rows and pairs as train/plan.py counts work: without padding."""
 
     batch: Batch
     documents: Documents
     counted: Tensor  # [K, T] bool, from counted_rows
     num_tokens: int
+    rows: int
+    pairs: int
 
     @classmethod
     def of(cls, batch: Batch, *, depths: int, bucket: int) -> MicroBatch:
         """On the CPU, where the loss mask is: nothing waits for a device."""
         counted = counted_rows(batch, depths=depths)
         documents = Documents.of(batch, counted=counted[0], bucket=bucket)
-        return cls(batch, documents, counted, int(batch.cu_seqlens[len(batch.ids)]))
+        real = len(batch.ids)
+        asking, lengths = (edges.diff()[:real].long() for edges in (documents.cu_query, documents.cu_key))
+        pairs = int((asking * (2 * lengths - asking)).sum())
+        return cls(batch, documents, counted, int(batch.cu_seqlens[real]), int(asking.sum()), pairs)
 
     def pin_memory(self) -> MicroBatch:
         """Called by torch's DataLoader."""
         return _map(self, Tensor.pin_memory)
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(
-            self.batch.to(device),
-            self.documents.to(device),
-            self.counted.to(device, non_blocking=True),
-            self.num_tokens,
+        return replace(
+            self,
+            batch=self.batch.to(device),
+            documents=self.documents.to(device),
+            counted=self.counted.to(device, non_blocking=True),
         )
 
 

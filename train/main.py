@@ -14,18 +14,21 @@ from dataclasses import asdict
 
 import torch
 
+from data.boundaries import text_config
 from data.config import finished, fingerprint, stage
 from data.embedded import ensure_target
 from data.shards import ShardReader
 from data.storage import local_folder
+from train.briefing import briefing
 from train.config import TrainConfig
 from train.engine import accelerator_of
 from train.export import export
 from train.follow import wait_for_shards
 from train.loop import Trainer
+from train.model import DrafterShape
 from train.start import first_drafter
 from train.target import Target, check_shards
-from train.tracking import Tracker
+from train.tracking import Tracker, costs
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -48,9 +51,14 @@ def main(config: TrainConfig) -> dict:
     validation_reader = ShardReader(shards, split="validation")
     check_shards(train_reader, target_path, name=config.target.name, boundaries=config.target.boundaries)
 
+    shape = DrafterShape.resolve(config.drafter, text_config(target_path), num_boundaries=len(config.target.boundaries))
+    accelerator.print(briefing(config, shape, train_reader, device=accelerator.device, num_processes=accelerator.num_processes))
+    if config.plan:
+        accelerator.end_training()
+        sys.exit()  # and no summary: nothing was done
+
     target = Target.load(target_path, device=accelerator.device, dtype=DTYPES[config.precision])
     drafter = first_drafter(config, target)
-    num_parameters = sum(parameter.numel() for parameter in drafter.parameters())
     tracker = Tracker(config, accelerator, provenance=asdict(train_reader.provenance))
     trainer = Trainer(
         config,
@@ -60,12 +68,6 @@ def main(config: TrainConfig) -> dict:
         train_reader=train_reader,
         validation_reader=validation_reader,
         tracker=tracker,
-    )
-    accelerator.print(
-        f"{len(train_reader)} conversations, {int(train_reader.lengths.sum())} tokens, boundaries "
-        f"{config.target.boundaries}; {trainer.total_steps} steps on {accelerator.num_processes} "
-        f"{accelerator.device.type} process(es), {config.engine.name}; drafter of "
-        f"{num_parameters / 1e6:.1f} M parameters"
     )
     validation = trainer.run()
 
@@ -89,6 +91,12 @@ def main(config: TrainConfig) -> dict:
         "supervised_tokens": trainer.state.supervised_tokens,
         "train_seconds": round(trainer.state.seconds, 1),
         "best_tau": trainer.best_tau,
+        **costs(
+            seconds=trainer.state.seconds,
+            devices=accelerator.num_processes,
+            tokens=config.epochs * int(train_reader.lengths.sum()),
+            dollars_per_gpu_hour=config.tracker.dollars_per_gpu_hour,
+        ),
         **validation,
     }
     trainer.close()

@@ -1,16 +1,22 @@
 """What a person sees while a run trains: one bar, with everything that says whether it goes well.
 
-    train  37% |███▋      | 192/519  02:10 < 03:41 | epoch 1.11 | loss 3.214 | tau 2.31 | 43.5k tok/s | MFU 52 % | data wait 0.3 %
+    train   37% |███████▍            | 192/519  02:10 < 03:41, epoch 1.11 | loss 3.214 | tau 2.31 | 43.5k tok/s | MFU 52 % | data wait 0.3 %
 """
 
 from __future__ import annotations
 
 import sys
 
+import torch
 from tqdm import tqdm
 
 from train import plan
 from train.model import DrafterShape
+
+
+def device_name(device: torch.device) -> str:
+    """As train/plan.py knows it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 class Meter:
@@ -50,7 +56,7 @@ class Progress(tqdm):
 
 
 def described(figures: dict[str, float]) -> str:
-    """ "| epoch 1.11 | loss 3.214 | ...", of those figures that are there."""
+    """ "epoch 1.11 | loss 3.214 | ...", of those figures that are there."""
     speed = figures.get("tokens_per_second")
     words = [
         ("epoch {:.2f}", figures.get("epoch")),
@@ -60,4 +66,4 @@ def described(figures: dict[str, float]) -> str:
         ("MFU {:.0f} %", 100 * figures["mfu"] if "mfu" in figures else None),
         ("data wait {:.1f} %", 100 * figures["data_wait_share"] if "data_wait_share" in figures else None),
     ]
-    return "".join(f" | {text.format(value)}" for text, value in words if value is not None)
+    return " | ".join(text.format(value) for text, value in words if value is not None)
