@@ -7,6 +7,7 @@ import torch
 
 from tests.packs import pack_of
 from train.attention import Documents, dense
+from train.kernels import attention as kernels
 from train.kernels.attention import fused, merge_backward, merge_forward
 
 CUDA = torch.cuda.is_available()
@@ -112,3 +113,19 @@ def test_fused_equals_dense_on_ragged_documents(group, depths, head_dim, dtype):
     found = gradients(fused, documents, query, keys, values, grad, dtype=dtype)
     for kernel, exact, plain in zip(found, truth, reference, strict=True):
         assert error(kernel, exact) <= max(error(plain, exact) * 1.5, torch.finfo(dtype).eps)
+
+
+@pytest.mark.skipif(not CUDA or kernels.flash_attention_4() is None, reason="needs CUDA and flash-attn-4")
+@pytest.mark.parametrize("head_dim, heads, kv_heads", [(128, 8, 2), (64, 9, 3)])
+def test_fused_on_flash_attention_4_equals_dense(head_dim, heads, kv_heads, monkeypatch):
+    """Merged log-sum-exps go into its backward pass as they go into PyTorch's."""
+    monkeypatch.setattr(kernels, "SCORES_FOR_FA4", 0)
+    documents, query, keys, values, grad = case(
+        lengths=[300, 1, 77, 128, 513, 2], heads=heads, kv_heads=kv_heads, head_dim=head_dim, depths=3,
+        dtype=torch.bfloat16, first_counted=40,
+    )  # fmt: skip
+    truth = gradients(dense, documents, query, keys, values, grad, dtype=torch.float64)
+    reference = gradients(dense, documents, query, keys, values, grad, dtype=torch.bfloat16)
+    found = gradients(fused, documents, query, keys, values, grad, dtype=torch.bfloat16)
+    for kernel, exact, plain in zip(found, truth, reference, strict=True):
+        assert error(kernel, exact) <= max(error(plain, exact) * 1.5, torch.finfo(torch.bfloat16).eps)
