@@ -24,7 +24,7 @@ TOP_K = 64
 STATE_COLUMNS = ("aux", "aux_scale", "last", "last_scale", "top_ids", "top_log_probs", "log_normalizer")
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
-_ROWS = 256  # encoded at a time, so that intermediates stay in the processor's cache
+_ELEMENTS = 1 << 20  # encoded at a time, so that intermediates stay in the processor's cache
 _LOGITS = 1 << 26  # elements of the head's output at a time: 256 MiB
 
 
@@ -130,7 +130,8 @@ def encode_fp8(states: Tensor) -> tuple[Tensor, Tensor]:
     """
     values = torch.empty(states.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(states.shape[:-1], dtype=torch.float32)
-    for part, value, scale in zip(states.split(_ROWS), values.split(_ROWS), scales.split(_ROWS)):
+    rows = max(_ELEMENTS // max(states[:1].numel(), 1), 1)
+    for part, value, scale in zip(states.split(rows), values.split(rows), scales.split(rows)):
         part = part.float()
         largest = part.abs().amax(-1)
         if not largest.isfinite().all():

@@ -9,36 +9,46 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+_GATHER_BYTES = 1 << 22  # of small records, written and hashed together
+_GATHER_CHUNKS = 500  # at most, below what one writev takes
 _BEHIND_BYTES = 1 << 28  # written and not yet hashed, at most
 _FLUSH_BYTES = 1 << 28  # after so many the disk is told to write, so that it has little left at the file's end
 
 
 class GrowingFile:
-    """A new file at `path`. size: bytes written so far. Every method raises OSError if the disk is full."""
+    """A new file at `path`. size: bytes appended so far. Every method raises OSError if the disk is full."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, 0
         self._file = path.open("wb", buffering=0)
+        self._gathered, self._written = list[memoryview](), 0
         self._digest, self._flusher = _Digest(), ThreadPoolExecutor(1)
         self._flushed: Future | None = None
 
     def append(self, chunks: list[memoryview]) -> None:
-        """Writes them; their memory must stay as it is, since it is hashed later."""
-        chunks = [chunk for chunk in chunks if chunk.nbytes]
+        """Their memory must stay as it is: it is written with what comes next if it is little, and hashed later."""
+        self._gathered += [chunk for chunk in chunks if chunk.nbytes]
+        self.size += sum(chunk.nbytes for chunk in chunks)
+        if self.size - self._written >= _GATHER_BYTES or len(self._gathered) > _GATHER_CHUNKS:
+            self._write()
+
+    def _write(self) -> None:
+        chunks, self._gathered = self._gathered, []
+        before = self._written
         self._digest.add(list(chunks))
-        before = self.size
         while chunks:
-            count = os.writev(self._file.fileno(), chunks)  # may be less than all of it
-            self.size += count
+            count = os.writev(self._file.fileno(), chunks[:_GATHER_CHUNKS])  # may be less than all of it
+            self._written += count
             while chunks and count >= chunks[0].nbytes:
                 count -= chunks.pop(0).nbytes
             if count:
                 chunks[0] = chunks[0][count:]
-        if before // _FLUSH_BYTES < self.size // _FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
+        if before // _FLUSH_BYTES < self._written // _FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
             self._flushed = self._flusher.submit(os.fdatasync, self._file.fileno())
 
     def finish(self) -> str:
         """Everything is on the disk; its sha256."""
+        self._write()
         sha256 = self._digest.result()
         self._flusher.shutdown()
         if self._flushed is not None:
