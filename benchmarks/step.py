@@ -124,8 +124,9 @@ class Eyas:
         float8: bool = False,
         checkpointing: str = "none",
         measure_every: int = 4,
+        every_row: bool = False,
     ):
-        self.bucket, self.measure_every, self.steps = bucket, measure_every, 0
+        self.bucket, self.measure_every, self.steps, self.every_row = bucket, measure_every, 0, every_row
         shape = case.shape
         t2d = torch.zeros(shape.vocab_size, dtype=torch.bool)
         t2d[: shape.draft_vocab_size] = True
@@ -146,7 +147,8 @@ class Eyas:
         """What the loader's thread does on the CPU, and the copies to the device."""
         cpu = replace(batch, aux=batch.aux[:0], last=batch.last[:0])
         counted = counted_rows(cpu, depths=DEPTHS)
-        documents = Documents.of(cpu, counted=counted[0], bucket=self.bucket)
+        asking = torch.ones_like(counted[0]) if self.every_row else counted[0]
+        documents = Documents.of(cpu, counted=asking, bucket=self.bucket)
         return batch.to(DEVICE), documents.to(DEVICE), counted.to(DEVICE), counted.sum(1).to(DEVICE)
 
     def __call__(self, prepared: tuple) -> None:
@@ -280,7 +282,7 @@ def run_mix(prompts: PromptSet, *, shape: DrafterShape, ceiling: float, budget: 
     supervised = sum(int(mask.sum()) for documents in chosen for mask in documents) / len(chosen)
     flops = sum(flops_per_step(shape, tuple(len(m) for m in documents), depths=DEPTHS) for documents in chosen) / len(chosen)
     tokens, lines = int(fill * budget), []
-    for variant, options in case.variants:
+    for variant, options in (*case.variants, (", every row asks", {"every_row": True})):
         eyas = Eyas(case, target, fused=CUDA, **options)
         inputs = [eyas.prepare(random_batch(case, documents, seed=i)) for i, documents in enumerate(chosen)]
         who = f"Eyas, {100 * fill:.1f} % full{variant}"

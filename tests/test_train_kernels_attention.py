@@ -98,6 +98,18 @@ def test_merging_own_keys_equals_one_softmax_over_all_of_them(
         assert error(kernel, exact) <= max(error(plain, exact) * 1.5, unit)
 
 
+@pytest.mark.parametrize("lengths, first_counted", [([33, 2], 1), ([1], 0), ([40, 3, 21], 39)])
+def test_every_element_of_every_output_is_written(lengths, first_counted, monkeypatch):
+    """Memory as it comes holds old numbers that look right; here it holds nan."""
+    plain = torch.empty_like
+    documents, query, keys, values, grad = case(
+        lengths=lengths, heads=6, kv_heads=2, head_dim=64, depths=2, dtype=torch.bfloat16, first_counted=first_counted
+    )
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: plain(tensor).fill_(float("nan")))
+    merged, grad_query, own_keys, own_values = merged_on_plain_tensors(documents, query, keys, values, grad)
+    assert all(tensor.isfinite().all() for tensor in (merged, grad_query, *own_keys, *own_values))
+
+
 @pytest.mark.skipif(not CUDA, reason="FlashAttention runs on CUDA only; the merge itself is tested above")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])

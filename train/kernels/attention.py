@@ -146,12 +146,15 @@ def merge_backward(
 
 @cache
 def flash_attention_4() -> ModuleType | None:
-    """FlashAttention-4 where it is installed: on Hopper almost twice as fast as what PyTorch brings."""
+    """FlashAttention-4 where it is installed: on Hopper almost twice as fast as what PyTorch brings.
+
+    Elsewhere than on Hopper and the data centre's Blackwell its kernels are those of other chips: PyTorch's are kept.
+    """
     try:
         from flash_attn.cute import interface
     except ImportError:
         return None
-    return interface if torch.cuda.get_device_capability() >= (9, 0) else None
+    return interface if torch.cuda.get_device_capability()[0] in (9, 10) else None
 
 
 def _flash_attention_4_for(query: Tensor, documents: Documents) -> ModuleType | None:
