@@ -7,6 +7,8 @@ after the other, when the loop asks.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import queue
 import threading
 import time
@@ -77,6 +79,17 @@ class MicroBatches(Dataset):
         return MicroBatch.of(self.packs[i], depths=self.depths, bucket=self.bucket)
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed, so that the next micro-batch is written to pages that exist already.
+
+    One of Kimi's is 470 MB: fresh pages from the kernel cost several times the copy itself (docs/LOG.md).
+    """
+    with contextlib.suppress(AttributeError, OSError):  # a C library without it
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap
+        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: and the heap does not shrink
+
+
 class StepFeed:
     """This process's share of some steps, in their order.
 
@@ -97,6 +110,7 @@ class StepFeed:
         device: torch.device,
     ):
         self.device, self.waited = device, 0.0
+        keep_freed_memory()
         self.mine = [rank_packs(step, rank=rank, world_size=num_ranks) for step in steps]
         packs = PackDataset(
             reader, [p for step in self.mine for p in step], pad_to=config.tokens_per_pack if config.pad_packs else None
