@@ -64,7 +64,9 @@ def main() -> None:
         recode(options.shards, folders[codec.name], codec=codec, head=head, shard_bytes=1_000_000_000)
     for name, folder in folders.items():
         result[name] = sizes(Codec.parse(name), Manifest.load(folder)) | errors(options.shards, Codec.parse(name), head)
-        print(f"{name:>12}  " + "  ".join(f"{figure} {value:.4g}" for figure, value in result[name].items()), flush=True)
+        print(
+            f"{name:>12}  " + "  ".join(f"{figure} {value:.4g}" for figure, value in result[name].items()), flush=True
+        )
 
     runs = [(seed, name) for seed in options.seeds for name in folders]
     with ThreadPoolExecutor(options.at_once) as threads:
@@ -75,7 +77,9 @@ def main() -> None:
     for name in folders:
         result[name]["of_" + before.codec] = result[name]["mean_tau"] / result[before.codec]["mean_tau"]
         seeds = "  ".join(f"{seed}: {found:.4f}" for seed, found in result[name]["tau"].items())
-        print(f"{name:>12}  tau {seeds}  mean {result[name]['mean_tau']:.4f}, {100 * result[name]['of_' + before.codec]:.2f} %")
+        print(
+            f"{name:>12}  tau {seeds}  mean {result[name]['mean_tau']:.4f}, {100 * result[name]['of_' + before.codec]:.2f} %"
+        )
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -92,7 +96,7 @@ def sizes(codec: Codec, manifest: Manifest) -> dict[str, float]:
 
 
 def errors(source: Path, codec: Codec, head: TeacherHead) -> dict[str, float]:
-    """Norm of the error over norm of the row, in the mean of rows; total variation of the teacher over the vocabulary."""
+    """Norm of the error over norm of the row, and total variation of the teacher over the vocabulary; means of rows."""
     found: dict[str, list[torch.Tensor]] = {"aux_error": [], "last_error": [], "teacher_variation": []}
     everything = torch.arange(head.head.shape[0])
     for record in islice(ShardReader(source, split="train"), SAMPLE):
@@ -100,7 +104,9 @@ def errors(source: Path, codec: Codec, head: TeacherHead) -> dict[str, float]:
         found["aux_error"].append(relative(kept.aux, record.aux).flatten())
         if kept.last is not None:
             found["last_error"].append(relative(kept.last, record.last))
-        found["teacher_variation"].append(0.5 * (teacher(kept, head, everything) - teacher(record, head, everything)).abs().sum(-1))
+        found["teacher_variation"].append(
+            0.5 * (teacher(kept, head, everything) - teacher(record, head, everything)).abs().sum(-1)
+        )
     return {name: float(torch.cat(values).mean()) for name, values in found.items() if values}
 
 
@@ -122,7 +128,14 @@ def teacher(record: Record, head: TeacherHead, everything: torch.Tensor) -> torc
 def tau(shards: Path, codec: str, seed: int, options: argparse.Namespace) -> float:
     """Of a drafter trained on `shards` with this seed, on the evaluation set."""
     run = options.out / f"{codec}-seed{seed}"
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", *(ON_GPU if CUDA else ON_CPU), "--main_process_port", "0"]
+    accelerate = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *(ON_GPU if CUDA else ON_CPU),
+        "--main_process_port",
+        "0",
+    ]
     start(
         [*accelerate, "train/main.py", f"target={options.target}", f"shards={shards}", f"out={run}", f"seed={seed}",
          "tracker=none", *options.options], run,
@@ -140,7 +153,9 @@ def start(command: list[str], out: Path) -> None:
     with (out / "output.log").open("a") as log:
         done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed, see {out / 'output.log'}:\n{(out / 'output.log').read_text()[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} failed, see {out / 'output.log'}:\n{(out / 'output.log').read_text()[-2000:]}"
+        )
 
 
 if __name__ == "__main__":

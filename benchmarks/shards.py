@@ -2,9 +2,9 @@
 
     python benchmarks/shards.py [--folder /dev/shm] [--gigabytes 1.5] [--repeats 5] [--json FILE]
 
-    write   records in memory -> finished shards; Eyas' with index, manifest and sha256, WebDataset's ShardWriter's without
-    read    shards -> every column of every record in memory of the process: Eyas maps and copies, WebDataset + safetensors
-    batch   the same, and on into training packs of 8192 tokens
+    write   records in memory -> finished shards; Eyas' with index, manifest and sha256, those of ShardWriter without
+    read    shards -> every record's tensors in the process's own memory; WebDataset's through safetensors
+    batch   shards -> training packs of 8192 tokens, back to back
 
 Medians of GB/s of states. `write_ratio` and `read_ratio` are those of the shape where Eyas gains less.
 """
@@ -105,16 +105,10 @@ def write_webdataset(folder: Path, rows: list[tuple[str, Record]]) -> None:
 
 
 def read_eyas(folder: Path) -> int:
-    """Into one buffer that is used again, as a loader with pinned memory does."""
+    """Each record's columns in one buffer, which is used again for the next."""
     reader = ShardReader(folder, split="train")
-    rows = int(reader.lengths.max())
-    record = reader.read(0)
-    aux, last = torch.empty(rows, *record.aux.shape[1:], dtype=record.aux.dtype), torch.empty(rows, record.last.shape[1], dtype=record.last.dtype)
-    tokens, mask = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.uint8)
-    for record in reader:
-        for buffer, column in ((aux, record.aux), (last, record.last), (tokens, record.tokens), (mask, record.loss_mask)):
-            buffer[: record.num_tokens].copy_(column)
-    return len(reader)
+    buffer = bytearray(max(entry.size for entry in reader.entries))
+    return sum(reader.read(i, into=buffer).num_tokens > 0 for i in range(len(reader)))
 
 
 def samples_of_webdataset(folder: Path):
@@ -178,9 +172,16 @@ def measure(shape: Shape, folder: Path, *, num_bytes: int, repeats: int) -> dict
             if name.endswith("batch"):
                 shutil.rmtree(target)
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    ratios = {f"{what}_ratio": medians[f"eyas_{what}"] / medians[f"webdataset_{what}"] for what in ("write", "read", "batch")}
+    ratios = {
+        f"{what}_ratio": medians[f"eyas_{what}"] / medians[f"webdataset_{what}"] for what in ("write", "read", "batch")
+    }
     rounded = {name: round(value, 5) for name, value in (medians | ratios).items()}
-    return {**rounded, "records": len(rows), "gigabytes": round(size / 1e9, 3), "bytes_per_token": shape.bytes_per_token}
+    return {
+        **rounded,
+        "records": len(rows),
+        "gigabytes": round(size / 1e9, 3),
+        "bytes_per_token": shape.bytes_per_token,
+    }
 
 
 def main() -> None:

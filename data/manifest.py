@@ -96,7 +96,7 @@ class Manifest:
 
 
 def parse_part(part: str) -> tuple[int, int]:
-    """"i/n" as (i, n). Raises ValueError unless 0 <= i < n."""
+    """ "i/n" as (i, n). Raises ValueError unless 0 <= i < n."""
     match = re.fullmatch(r"(\d+)/(\d+)", part)
     if match is None or int(match[1]) >= int(match[2]):
         raise ValueError(f"part={part}: expected i/n with i = 0 .. n-1, like 0/4")

@@ -1,8 +1,8 @@
 """ShardWriter and ShardReader: both halves of the format on disk. docs/design.md, "The record".
 
-    <out>/manifest.json              provenance, and the shards that are complete: data/manifest.py
-    <out>/train-000000.tar           WebDataset: <key>.json and <key>.safetensors of every sample
-    <out>/train-000000.index.json    where each record lies in the tar, so that it is mapped, not searched
+<out>/manifest.json              provenance, and the shards that are complete: data/manifest.py
+<out>/train-000000.tar           WebDataset: <key>.json and <key>.safetensors of every sample
+<out>/train-000000.index.json    where each record lies in the tar, so that it is mapped, not searched
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-import mmap
 import os
 import re
-import struct
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,19 +30,17 @@ from data.manifest import (
     finished_ids,
     lock,
     manifest_lock,
-    read_index,
     write_index,
 )
+from data.mapped import Shard
 from data.schema import (
     SPLITS,
     Provenance,
     Record,
     check_record,
     check_same,
-    decode,
     encode,
     safe_key,
-    stored_columns,
 )
 from data.storage import Remote
 
@@ -209,50 +205,6 @@ class ShardWriter:
         ) from error
 
 
-class Shard:
-    """One finished shard of a dataset: its records, without a copy. Raises ValueError if its index is damaged."""
-
-    def __init__(self, folder: Path, info: ShardInfo, provenance: Provenance) -> None:
-        self.folder, self.info, self.provenance = folder, info, provenance
-        self.entries = read_index(folder, info)
-        self._columns = stored_columns(provenance)
-        self._map: mmap.mmap | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_map": None}
-
-    def read(self, i: int) -> Record:
-        """Record i of the shard; its tensors are views, so do not write to them.
-
-        Raises ValueError if it is damaged, or the place where the shard is cannot be reached.
-        """
-        entry = self.entries[i]
-        buffer, offset = self._bytes(entry)
-        try:
-            columns = decode(buffer, offset=offset, size=entry.size, columns=self._columns)
-            record = Record(id=entry.id, source=entry.source, split=self.info.split, **columns)
-            if record.num_tokens != entry.num_tokens:
-                raise ValueError(f"{record.num_tokens} tokens, the index says {entry.num_tokens}")
-        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, struct.error) as error:
-            file = self.folder / self.info.name
-            raise ValueError(f"{file} is corrupt at record {entry.id} ({error}): extract again") from error
-        return record
-
-
-    def _bytes(self, entry: Entry) -> tuple[mmap.mmap | bytearray, int]:
-        """Where the record's bytes are in memory: a buffer, and the offset in it."""
-        file = self.folder / self.info.name
-        if self._map is None:
-            if not file.exists() and (remote := Remote.of(self.folder)):
-                if not remote.keep:
-                    return remote.read(self.info.name, entry.offset, entry.size), 0
-                remote.download(self.info, self.folder)
-            with file.open("rb") as content:
-                # a private copy-on-write map: torch takes it as writable, the file stays as it is
-                self._map = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._map, entry.offset
-
-
 class ShardReader:
     """Random access to the records of one split of a dataset, without a copy.
 
@@ -304,13 +256,15 @@ class ShardReader:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def read(self, i: int) -> Record:
+    def read(self, i: int, *, into: bytearray | None = None) -> Record:
         """Record i as it is stored (see `Record.decoded`); its tensors are views: do not write to them.
 
+        into  a buffer of entries[i].size bytes or more that they are views into; None: into the mapped file
         Raises ValueError naming the shard if the record in it is damaged.
         """
-        number = bisect.bisect_right(self._starts, range(len(self))[i]) - 1
-        return self.shards[number].read(range(len(self))[i] - self._starts[number])
+        i = range(len(self))[i]
+        number = bisect.bisect_right(self._starts, i) - 1
+        return self.shards[number].read(i - self._starts[number], into=into)
 
     def __iter__(self) -> Iterator[Record]:
         return (self.read(i) for i in range(len(self)))

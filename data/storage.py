@@ -51,6 +51,10 @@ def local_folder(shards: Path | str) -> Path:
     return folder
 
 
+class Unreachable(ValueError):
+    """The place where a dataset is does not answer, or holds something else than the manifest says."""
+
+
 @dataclass(frozen=True)
 class Remote:
     """Where the shards of a local folder are.
@@ -79,7 +83,9 @@ class Remote:
             try:
                 content = files.cat_file(f"{root}/{FILE}")
             except FileNotFoundError:
-                raise ValueError(f"{self.url} has no {FILE}: there is no dataset there, or none of it is finished") from None
+                raise ValueError(
+                    f"{self.url} has no {FILE}: there is no dataset there, or none of it is finished"
+                ) from None
             folder.mkdir(parents=True, exist_ok=True)
             there = Manifest.parse(content.decode(), file=f"{self.url}/{FILE}")
             before = {s.name: s.sha256 for s in Manifest.load(folder).shards} if (folder / FILE).exists() else {}
@@ -105,7 +111,10 @@ class Remote:
             if target.exists():
                 return
             digest = hashlib.sha256()
-            with self._reached() as (files, root), files.open(f"{root}/{shard.name}", "rb", cache_type="readahead") as there:
+            with (
+                self._reached() as (files, root),
+                files.open(f"{root}/{shard.name}", "rb", cache_type="readahead") as there,
+            ):
                 try:
                     with temporary.open("wb") as here:
                         while chunk := there.read(_CHUNK_BYTES):
@@ -113,13 +122,15 @@ class Remote:
                             here.write(chunk)
                 except OSError as error:
                     temporary.unlink(missing_ok=True)
-                    raise ValueError(
+                    raise Unreachable(
                         f"cannot keep {self.url}/{shard.name} in {folder} ({error}): free some space there, or unset "
                         f"EYAS_CACHE to stream"
                     ) from error
             if digest.hexdigest() != shard.sha256:
                 temporary.unlink()
-                raise ValueError(f"{self.url}/{shard.name} is corrupt (its sha256 changed): send it again, or extract again")
+                raise Unreachable(
+                    f"{self.url}/{shard.name} is corrupt (its sha256 changed): send it again, or extract again"
+                )
             temporary.replace(target)
 
     def push(self, folder: Path, *, keep_local: bool) -> None:
@@ -134,7 +145,9 @@ class Remote:
                 there = Manifest.parse(files.cat_file(f"{root}/{FILE}").decode(), file=f"{self.url}/{FILE}")
                 check_same(there.provenance, here.provenance, where=self.url)
                 if (there.provenance.codec, there.part) != (here.provenance.codec, here.part):
-                    raise ValueError(f"{self.url} holds codec {there.provenance.codec}, part {there.part}: choose another")
+                    raise ValueError(
+                        f"{self.url} holds codec {there.provenance.codec}, part {there.part}: choose another"
+                    )
                 sent = {shard.name: shard.sha256 for shard in there.shards}
             if (folder / vocab.FILE).exists():
                 _put(files, folder / vocab.FILE, f"{root}/{vocab.FILE}")
@@ -157,7 +170,9 @@ class Remote:
         except ValueError:
             raise
         except Exception as error:
-            raise ValueError(f"{self.url} cannot be used ({type(error).__name__}: {error}): is it there, may you?") from error
+            raise Unreachable(
+                f"{self.url} cannot be used ({type(error).__name__}: {error}): is it there, may you?"
+            ) from error
 
 
 class Uploader:

@@ -20,6 +20,7 @@ from data.storage import Uploader
 from extract.capture import Captured
 from extract.client import Client, RequestFailed, RequestRefused, ServerGone
 from extract.fetch import fetch, rid_of
+from extract.preflight import Forecast
 from extract.server import Server
 
 RETRY_SECONDS = 0.1  # before the second try, then twice as long each time
@@ -84,6 +85,7 @@ def extract(
     ) as progress:
         progress.update(sum(len(prompt.tokens) for prompt in prompts if prompt.id in done))
         progress.unpause()  # the rate is this run's
+        forecast = Forecast(total - progress.n, out=out)
         for split in sorted({prompt.split for prompt in prompts}):
             missing = [prompt for prompt in prompts if prompt.split == split and prompt.id not in done]
             if missing:
@@ -95,8 +97,9 @@ def extract(
                     part=part,
                     on_finished=uploader.send if uploader else lambda: None,
                 ) as writer:
-                    stream = _Stream(server, writer, extracted, progress, retries=retries, head=head)
+                    stream = _Stream(server, writer, extracted, progress, forecast, retries=retries, head=head)
                     asyncio.run(stream.run(missing, in_flight_bytes=in_flight_bytes))
+        forecast.end()
     if extracted.failed:
         shown = "; ".join(f"{id} ({reason})" for id, reason in list(extracted.failed.items())[:3])
         raise ValueError(
@@ -116,11 +119,13 @@ class _Stream:
         writer: ShardWriter,
         extracted: Extracted,
         progress: tqdm,
+        forecast: Forecast,
         *,
         retries: int,
         head: TeacherHead | None,
     ) -> None:
         self._server, self._writer, self._extracted, self._progress = server, writer, extracted, progress
+        self._forecast = forecast
         self._retries, self._head, self._codec = retries, head, Codec.parse(writer.provenance.codec)
 
     async def run(self, prompts: list[Prompt], *, in_flight_bytes: int) -> None:
@@ -190,6 +195,7 @@ class _Stream:
         self._extracted.records += 1
         self._extracted.tokens += len(prompt.tokens)
         self._progress.update(len(prompt.tokens))
+        self._forecast.add(len(prompt.tokens))
 
     def _write(self, record: Record) -> None:
         if self._codec.last == "topk":

@@ -131,7 +131,9 @@ class _Place:
             else:
                 os.link(source, target)
         except OSError as error:
-            raise ValueError(f"cannot {how} {source} to {target} ({error.strerror}): set how=copy, or free some space") from error
+            raise ValueError(
+                f"cannot {how} {source} to {target} ({error.strerror}): set how=copy, or free some space"
+            ) from error
 
     def put(self, name: str) -> None:
         """A file of `small`."""
@@ -150,14 +152,22 @@ def _in_order(parts: Sequence[Path | str], manifests: list[Manifest]) -> list[in
             raise ValueError(f"{part} is no part of a dataset: expected one that was made with part=i/n")
         number, count = parse_part(manifest.part)
         if len(counts) > 1:
-            raise ValueError(f"the parts are of {sorted(counts)}: {part} is {manifest.part}; give the parts of one dataset")
+            raise ValueError(
+                f"the parts are of {sorted(counts)}: {part} is {manifest.part}; give the parts of one dataset"
+            )
         if number in found:
             raise ValueError(f"part {manifest.part} is there twice: {parts[found[number]]} and {part}")
-        away = [shard.name for shard in manifest.shards if "://" not in str(part) and not Path(part, shard.name).exists()]
+        away = [
+            shard.name for shard in manifest.shards if "://" not in str(part) and not Path(part, shard.name).exists()
+        ]
         if away:
-            raise ValueError(f"{away[0]} is not in {part}: give the place where its shards were sent, upload= of that run")
+            raise ValueError(
+                f"{away[0]} is not in {part}: give the place where its shards were sent, upload= of that run"
+            )
         if not manifest.complete:
-            raise ValueError(f"{part} is not complete: the command that makes it (part={manifest.part}) continues there")
+            raise ValueError(
+                f"{part} is not complete: the command that makes it (part={manifest.part}) continues there"
+            )
         found[number] = place
     missing = [f"{i}/{count}" for i in range(count) if i not in found]
     if missing:
@@ -172,8 +182,8 @@ def _check_disjoint(folders: list[Path], manifests: list[Manifest]) -> None:
             for entry in read_index(folder, shard):
                 if entry.id in seen:
                     raise ValueError(
-                        f"record {entry.id} is in {seen[entry.id]} and in {folder}: the parts were not made from the same "
-                        f"prompts with the same n"
+                        f"record {entry.id} is in {seen[entry.id]} and in {folder}: the parts were not made from "
+                        f"the same prompts with the same n"
                     )
                 seen[entry.id] = folder
 
@@ -186,7 +196,9 @@ def _vocabulary(folders: list[Path]) -> Vocabulary | None:
     first = different[0]
     for other in different[1:]:
         if other.tokenizer_hash != first.tokenizer_hash or not torch.equal(other.special_ids, first.special_ids):
-            raise ValueError("the parts' vocabularies were counted with different tokenizers: run python data/main.py again")
+            raise ValueError(
+                "the parts' vocabularies were counted with different tokenizers: run python data/main.py again"
+            )
     counts = torch.stack([other.counts for other in different]).sum(0)
     return replace(first, counts=counts, data_hash="+".join(other.data_hash for other in different))
 

@@ -22,8 +22,8 @@ from tqdm import tqdm  # noqa: E402
 from data.config import TargetConfig, stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
 from data.manifest import Manifest, index_name, remove_shards  # noqa: E402
+from data.mapped import Shard  # noqa: E402
 from data.schema import SPLITS, Provenance, Record, check_same, safe_key  # noqa: E402
-from data.shards import Shard  # noqa: E402
 from data.storage import local_folder, whole  # noqa: E402
 
 CHUNK_BYTES = 1 << 22  # of a shard, hashed at a time
@@ -98,8 +98,8 @@ def main(config: VerifyConfig) -> dict:
         "bytes": found.bytes,
         "codec": provenance.codec,
         "complete": found.complete,
-        "line": f"{found.records} records, {found.tokens} tokens, {found.bytes / 1e9:.2f} GB in {found.shards} shards of "
-        f"{path} ({provenance.target}, {provenance.codec}) hold" + ("" if found.complete else "; it is not complete"),
+        "line": f"{found.records} records, {found.tokens} tokens, {found.bytes / 1e9:.2f} GB in {found.shards} shards "
+        f"of {path} ({provenance.target}, {provenance.codec}) hold" + ("" if found.complete else "; it is not complete"),
     }
 
 
@@ -228,7 +228,9 @@ def _check_leftovers(path: Path, manifest: Manifest, found: Verified) -> None:
     listed = {name for shard in manifest.shards for name in (shard.name, index_name(shard.name))}
     for file in sorted(path.iterdir()):
         if file.name.startswith(".") and file.name.endswith(".tmp"):
-            found.add(file.name, "a temporary file that a killed run left: the command that made the dataset removes it")
+            found.add(
+                file.name, "a temporary file that a killed run left: the command that made the dataset removes it"
+            )
         elif file.name.startswith(SPLITS) and file.suffix in (".tar", ".json") and file.name not in listed:
             found.add(file.name, "is not in the manifest: a killed run left it, the same command writes it again")
 

@@ -26,7 +26,16 @@ def test_both_sides_write_and_read_the_same_records(tmp_path: Path):
 
 def test_the_ratios_are_in_the_json(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(shards, "SHAPES", (shards.Shape("small", 16, 30, (3, 9)),))
-    arguments = ["--folder", str(tmp_path), "--gigabytes", "0.0001", "--repeats", "2", "--json", str(tmp_path / "found.json")]
+    arguments = [
+        "--folder",
+        str(tmp_path),
+        "--gigabytes",
+        "0.0001",
+        "--repeats",
+        "2",
+        "--json",
+        str(tmp_path / "found.json"),
+    ]
     monkeypatch.setattr(sys, "argv", ["benchmarks/shards.py", *arguments])
     shards.main()
     found = json.loads((tmp_path / "found.json").read_text())

@@ -45,7 +45,9 @@ def test_a_codec_has_one_name(name: str, canonical: str):
     assert replace(PROVENANCE, codec=name).codec == canonical
 
 
-@pytest.mark.parametrize("name", ["int3", "topk64", "topk64+bf16", "fp8+", "fp8+topk0", "fp8+topk8+bf16", "", "fp8+int3"])
+@pytest.mark.parametrize(
+    "name", ["int3", "topk64", "topk64+bf16", "fp8+", "fp8+topk0", "fp8+topk8+bf16", "", "fp8+int3"]
+)
 def test_an_unknown_codec_is_refused_with_those_there_are(name: str):
     with pytest.raises(ValueError, match=r"codec=.*: expected one of bf16, fp32, fp8, or AUX\+LAST"):
         Codec.parse(name)
@@ -85,7 +87,10 @@ def test_e4m3_by_hand():
 
 def test_relative_error_of_fp8_is_that_of_four_significant_bits():
     """At most 2^-4 of any value down to 2^-14 of its row's largest, and 2.3 % in the mean of a uniform mantissa."""
-    states = torch.randn(400, 3, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 400)[:, None, None]
+    states = (
+        torch.randn(400, 3, 64, generator=torch.Generator().manual_seed(0))
+        * torch.logspace(-30, 30, 400)[:, None, None]
+    )
     values, scales = encode_fp8(states)
     assert values.shape == states.shape and scales.shape == (400, 3) and values.dtype == torch.float8_e4m3fn
     decoded = decode_fp8(values, scales, dtype=torch.float64)
@@ -172,7 +177,11 @@ def test_a_record_comes_back_as_it_was_stored(tmp_path: Path, codec: str):
         assert read.states().keys() == expected.states().keys()
         assert all(read.states()[name].float().equal(column.float()) for name, column in expected.states().items())
         decoded = read.decoded()
-        assert decoded.aux_scale is None and decoded.last_scale is None and decoded.aux.dtype in (torch.bfloat16, torch.float32)
+        assert (
+            decoded.aux_scale is None
+            and decoded.last_scale is None
+            and decoded.aux.dtype in (torch.bfloat16, torch.float32)
+        )
         torch.testing.assert_close(decoded.aux.float(), record.aux, rtol=2**-4, atol=2**-9)
         assert (decoded.last is None) == ("topk" in codec)
 

@@ -242,6 +242,19 @@ def test_a_reader_travels_to_another_process(tmp_path: Path):
     assert pickle.load(io.BytesIO(pickle.dumps(reader))).read(0).id == "a"
 
 
+def test_a_record_read_into_a_buffer_lives_there(tmp_path: Path):
+    records = [record_of("a"), record_of("b", num_tokens=9)]
+    reader = ShardReader(dataset_of(tmp_path, records), split="train")
+    buffer = bytearray(max(entry.size for entry in reader.entries) + 100)
+    first = reader.read(0, into=buffer)
+    assert torch.equal(first.aux, records[0].aux.bfloat16()) and torch.equal(first.tokens, records[0].tokens.int())
+    reader.read(1, into=buffer)
+    assert not torch.equal(first.aux, records[0].aux.bfloat16()), "it was the buffer's"
+    os.truncate(tmp_path / "train-000000.tar", reader.entries[1].offset + 100)
+    with pytest.raises(ValueError, match="train-000000.tar is corrupt at record b .the file ends before it"):
+        reader.read(1, into=buffer)
+
+
 def test_a_reader_sees_shards_appear_while_they_are_written(tmp_path: Path):
     with writer_of(tmp_path, shard_bytes=1) as writer:
         writer.write(record_of("a", num_tokens=3))

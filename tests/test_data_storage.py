@@ -49,7 +49,9 @@ def bucket(server, request, tmp_path: Path, monkeypatch) -> str:
     return f"s3://{name}/toy"
 
 
-def write(out: Path, url: str, ids: str, *, keep_local: bool = True, shard_bytes: int = 1, provenance=PROVENANCE) -> None:
+def write(
+    out: Path, url: str, ids: str, *, keep_local: bool = True, shard_bytes: int = 1, provenance=PROVENANCE
+) -> None:
     """A shard for each letter of `ids`."""
     uploader = Uploader(out, url, keep_local=keep_local)
     try:
@@ -126,7 +128,9 @@ def test_a_full_disk_of_the_cache_says_what_to_do(bucket: str, tmp_path: Path, m
     def full(self, *arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "open", lambda self, *a, **o: full(self) if self.suffix == ".tmp" else open(self, *a, **o))
+    monkeypatch.setattr(
+        Path, "open", lambda self, *a, **o: full(self) if self.suffix == ".tmp" else open(self, *a, **o)
+    )
     with pytest.raises(ValueError, match="cannot keep .*No space left.*unset EYAS_CACHE to stream"):
         ShardReader(folder, split="train").read(0)
 
@@ -177,7 +181,11 @@ def test_what_a_killed_run_did_not_send_is_sent_by_the_next(bucket: str, server,
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     write(out, bucket, "z")
     assert verify(bucket).problems == {}
-    assert {entry.id for entry in ShardReader(local_folder(bucket), split="train").entries} == finished_ids(out) >= {"a", "b", "z"}
+    assert (
+        {entry.id for entry in ShardReader(local_folder(bucket), split="train").entries}
+        == finished_ids(out)
+        >= {"a", "b", "z"}
+    )
 
 
 def test_a_folder_that_was_lost_is_taken_up_from_there(bucket: str, tmp_path: Path):

@@ -91,7 +91,9 @@ def test_an_empty_pack_is_padding_of_the_same_shape(tmp_path, pad_to: int | None
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_ranks_and_their_workers_together_read_every_token_of_an_epoch_once(tmp_path, world_size: int, num_workers: int):
+def test_ranks_and_their_workers_together_read_every_token_of_an_epoch_once(
+    tmp_path, world_size: int, num_workers: int
+):
     """Records longer than a pack are in pieces; together they are the record, token for token."""
     records = [record_of(f"{i}", num_tokens=1 + 3 * i) for i in range(11)]
     reader = ShardReader(dataset_of(tmp_path, records, shard_bytes=4000), split="train")

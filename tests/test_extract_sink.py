@@ -100,8 +100,13 @@ class StandIn:
             for rows in (slice(half, None), slice(0, half)):
                 if len(tokens[rows]) and not (how == "loses" and rows.start == 0):
                     spool.write_part(
-                        self.capturing.spool, rid, start=rows.start, rank=0, tokens=echoed[rows],
-                        aux=states[rows, :-1].contiguous(), last=states[rows, -1].contiguous(),
+                        self.capturing.spool,
+                        rid,
+                        start=rows.start,
+                        rank=0,
+                        tokens=echoed[rows],
+                        aux=states[rows, :-1].contiguous(),
+                        last=states[rows, -1].contiguous(),
                     )
         meta = {"finish_reason": {"type": "length", "length": 0}}
         return web.json_response({"output_ids": [], "meta_info": meta})
@@ -159,7 +164,9 @@ def test_a_prompt_that_always_fails_is_named_with_its_reason_and_the_others_are_
         return {"train-3": "cannot", "train-5": "refuses"}.get(name, "fine")
 
     with StandIn(tmp_path / "spool", always) as server:
-        with pytest.raises(ValueError, match="2 of 12 prompts could not be captured: train-3 .*no residual stream") as caught:
+        with pytest.raises(
+            ValueError, match="2 of 12 prompts could not be captured: train-3 .*no residual stream"
+        ) as caught:
             run(server, tmp_path / "shards", prompts())
         assert "train-5 (refused by the server" in str(caught.value) and "exceeds the maximum" in str(caught.value)
         assert (server.asked.count("train-3"), server.asked.count("train-5")) == (3, 1)
@@ -223,7 +230,10 @@ def test_the_codec_topk_asks_the_targets_head_as_it_writes(tmp_path):
 def test_shards_are_sent_as_they_are_finished_and_the_next_run_sends_what_the_last_did_not(tmp_path):
     out, there = tmp_path / "shards", tmp_path / "there"
     with StandIn(tmp_path / "spool", lambda name, attempt: "refuses" if name == "train-5" else "fine") as server:
-        with pytest.raises(ValueError, match="1 of 12 prompts"), Uploader(out, str(there), keep_local=False) as uploader:
+        with (
+            pytest.raises(ValueError, match="1 of 12 prompts"),
+            Uploader(out, str(there), keep_local=False) as uploader,
+        ):
             run(server, out, prompts(), shard_bytes=1, uploader=uploader)
         server.behaviour = lambda name, attempt: "fine"
         with Uploader(out, str(there), keep_local=False) as uploader:

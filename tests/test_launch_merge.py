@@ -39,7 +39,10 @@ def part_of(folder: Path, part: str | None, ids: str, *, provenance=PROVENANCE, 
 
 @pytest.fixture
 def parts(tmp_path: Path) -> list[Path]:
-    return [part_of(tmp_path / name, f"{i}/3", ids) for i, (name, ids) in enumerate([("a", "abc"), ("b", "de"), ("c", "fgh")])]
+    return [
+        part_of(tmp_path / name, f"{i}/3", ids)
+        for i, (name, ids) in enumerate([("a", "abc"), ("b", "de"), ("c", "fgh")])
+    ]
 
 
 @pytest.mark.parametrize("how", ["link", "copy", "move"])
@@ -85,7 +88,10 @@ def test_a_merged_dataset_trains_no_further_part(parts, tmp_path: Path):
             "x holds fp32 records, .*/a bf16: .*recode",
         ),
         (
-            lambda p: [*p[:2], part_of(p[0].parent / "x", "2/3", "xy", provenance=replace(PROVENANCE, boundaries=(1, 2, 3)))],
+            lambda p: [
+                *p[:2],
+                part_of(p[0].parent / "x", "2/3", "xy", provenance=replace(PROVENANCE, boundaries=(1, 2, 3))),
+            ],
             r"x was captured at boundaries \[1, 2, 3\], this run asks for \[2, 3, 5\]",
         ),
     ],
@@ -126,7 +132,9 @@ def test_the_command_merges(parts, tmp_path: Path, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory, tiny_llama) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("fp32"), Path(tiny_llama.path), name="tiny_llama", train=5, validation=2)
+    return write_dataset(
+        tmp_path_factory.mktemp("fp32"), Path(tiny_llama.path), name="tiny_llama", train=5, validation=2
+    )
 
 
 def test_the_command_recodes(captured: Path, tiny_llama, tmp_path: Path, monkeypatch, capsys):

@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     """Six records in three shards, and one of the validation split."""
-    folder = dataset_of(tmp_path / "shards", [record_of(f"id/{i}", num_tokens=4 + i) for i in range(6)], shard_bytes=5000)
+    folder = dataset_of(
+        tmp_path / "shards", [record_of(f"id/{i}", num_tokens=4 + i) for i in range(6)], shard_bytes=5000
+    )
     with ShardWriter(folder, provenance=PROVENANCE, split="validation", shard_bytes=1) as writer:
         writer.write(record_of("v", num_tokens=3, split="validation"))
     return folder
@@ -115,7 +117,9 @@ def test_probabilities_that_are_none_are_found(tmp_path: Path):
     record = record_of("a")
     top = TeacherHead(torch.randn(512, 8), device="cpu").top_k(record.last, 4)
     for name, log_probs in (("falling", top["top_log_probs"].flip(1)), ("sum", torch.zeros(5, 4))):
-        folder = dataset_of(tmp_path / name, [replace(record, **{**top, "top_log_probs": log_probs})], codec="fp8+topk4")
+        folder = dataset_of(
+            tmp_path / name, [replace(record, **{**top, "top_log_probs": log_probs})], codec="fp8+topk4"
+        )
         assert "no log-probabilities in falling order" in bad(folder)["train-000000.tar"]
 
 

@@ -23,7 +23,9 @@ def test_the_rest_is_spread_over_the_tokens_that_were_not_kept_by_hand():
         torch.tensor([[0, 1]], dtype=torch.int32), log_probs, target_ids=torch.tensor([0, 2, 3]), vocab_size=4,
         dtype=torch.float32,
     )  # fmt: skip
-    torch.testing.assert_close((teacher.logits - teacher.log_normalizer[:, None]).exp(), torch.tensor([[0.5, 0.1, 0.1]]))
+    torch.testing.assert_close(
+        (teacher.logits - teacher.log_normalizer[:, None]).exp(), torch.tensor([[0.5, 0.1, 0.1]])
+    )
     within = (teacher.logits - teacher.draft_normalizer[:, None]).exp()
     torch.testing.assert_close(within, torch.tensor([[0.5, 0.1, 0.1]]) / 0.7)
     assert teacher.top1.tolist() == [0] and teacher.top1.dtype == torch.int64

@@ -1,0 +1,72 @@
+"""One finished shard: its records, mapped, read into a buffer, or fetched from where the shard is."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import IO, Any
+
+from data.manifest import Entry, ShardInfo, read_index
+from data.schema import Provenance, Record, decode, stored_columns
+from data.storage import Remote, Unreachable
+
+
+class Shard:
+    """One finished shard of a dataset: its records, without a copy. Raises ValueError if its index is damaged."""
+
+    def __init__(self, folder: Path, info: ShardInfo, provenance: Provenance) -> None:
+        self.folder, self.info, self.provenance = folder, info, provenance
+        self.entries = read_index(folder, info)
+        self._columns = stored_columns(provenance)
+        self._file: IO[bytes] | None = None
+        self._map: mmap.mmap | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_map": None, "_file": None}
+
+    def read(self, i: int, *, into: bytearray | None = None) -> Record:
+        """Record i of the shard; its tensors are views, so do not write to them.
+
+        into  a buffer of entries[i].size bytes or more that they are views into; None: into the mapped file
+
+        Raises ValueError if it is damaged, or the place where the shard is cannot be reached.
+        """
+        entry = self.entries[i]
+        try:
+            buffer, offset = self._bytes(entry, into)
+            columns = decode(buffer, offset=offset, size=entry.size, columns=self._columns)
+            record = Record(id=entry.id, source=entry.source, split=self.info.split, **columns)
+            if record.num_tokens != entry.num_tokens:
+                raise ValueError(f"{record.num_tokens} tokens, the index says {entry.num_tokens}")
+        except Unreachable:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, struct.error) as error:
+            file = self.folder / self.info.name
+            raise ValueError(f"{file} is corrupt at record {entry.id} ({error}): extract again") from error
+        return record
+
+    def _bytes(self, entry: Entry, into: bytearray | None) -> tuple[mmap.mmap | bytearray, int]:
+        """Where the record's bytes are in memory: a buffer, and the offset in it."""
+        file = self.folder / self.info.name
+        if self._file is None:
+            if not file.exists() and (remote := Remote.of(self.folder)):
+                if not remote.keep:
+                    return remote.read(self.info.name, entry.offset, entry.size), 0
+                remote.download(self.info, self.folder)
+            self._file = file.open("rb", buffering=0)
+        if into is not None:
+            view, done = memoryview(into)[: entry.size], 0
+            while done < entry.size:  # a read of more than 2 GB comes in parts
+                count = os.preadv(self._file.fileno(), [view[done:]], entry.offset + done)
+                if count == 0:
+                    raise ValueError("the file ends before it")
+                done += count
+            return into, 0
+        if self._map is None:
+            # a private copy-on-write map: torch takes it as writable, the file stays as it is
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+        start = entry.offset - entry.offset % mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_WILLNEED, start, entry.offset + entry.size - start)  # all of it in one go
+        return self._map, entry.offset
