@@ -1,10 +1,10 @@
 """Batch: what data/ hands to train/, and the legend of every shape letter in Eyas.
 
-T   tokens of one pack (several documents back to back, perhaps padding at the end)
-N   documents of one pack, the padding counted as one
-A   captured boundaries            H   hidden size of the target and of the drafter
-V   draft vocabulary               D   size of one attention head
-p   row: a position of the pack    k   depth of training-time test, 0 .. K-1
+    T   tokens of one pack (several documents back to back, perhaps padding at the end)
+    N   documents of one pack, the padding counted as one
+    A   captured boundaries            H   hidden size of the target and of the drafter
+    V   draft vocabulary               D   size of one attention head
+    p   row: a position of the pack    k   depth of training-time test, 0 .. K-1
 """
 
 from __future__ import annotations
