@@ -59,7 +59,7 @@ def submit(jobs: list[Job], *, command: Callable[[Job], list[str]], cluster: Any
     try:
         import submitit
     except ImportError as error:
-        raise ValueError("hydra/launcher=submitit needs submitit: pip install "submitit==1.5.4"") from error
+        raise ValueError("hydra/launcher=submitit needs submitit: pip install submitit==1.5.4") from error
     if not jobs:
         return {}
     executor = submitit.AutoExecutor(folder=jobs[0].out.parent / "submitit", cluster=cluster.executor)

@@ -50,6 +50,11 @@ class Progress(tqdm):
             dynamic_ncols=True, smoothing=0.1,
         )  # fmt: skip
 
+    def write(self, text: str) -> None:
+        """A line above the bar, from the process that has one."""
+        if not self.disable:
+            tqdm.write(text, file=sys.stderr)
+
     def figures(self, found: dict) -> None:
         self.known |= {name: value for name, value in found.items() if isinstance(value, (int, float))}
         self.set_postfix_str(described(self.known), refresh=False)
