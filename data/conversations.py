@@ -2,7 +2,8 @@
 
     {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}     OpenAI
     {"conversations": [{"from": "human", "value": ...}, ...], "system": ...}  ShareGPT
-    {"prompt_ids": [...], "response_ids": [...]}                              tokenized, the response is supervised
+    {"prompt_ids": [...], "response_ids": [...]}                              tokenized, the response is supervised, and
+                                                                              "earlier_answers": [[start, end], ...] of it
     {"tokens" or "input_ids": [...], "loss_mask": [...]}                      tokenized
     {"text": ...}                                                             every token after the first is supervised
     {"prompt": ...}, {"turns": [...]}                                         questions only, for extract/generate.py
@@ -97,7 +98,10 @@ def conversation_of(row: int, value: Any, *, file_name: str = "") -> Conversatio
         return Conversation(**common, tokens=tokens, loss_mask=_mask(value.get("loss_mask"), len(tokens)))
     if "prompt_ids" in value and "response_ids" in value:
         prompt, response = _ids(value["prompt_ids"]), _ids(value["response_ids"])
-        return Conversation(**common, tokens=prompt + response, loss_mask=[0] * len(prompt) + [1] * len(response))
+        loss_mask = [0] * len(prompt) + [1] * len(response)
+        for start, end in _spans(value.get("earlier_answers") or [], len(prompt)):
+            loss_mask[start:end] = [1] * (end - start)
+        return Conversation(**common, tokens=prompt + response, loss_mask=loss_mask)
     tools = _tools(value.get("tools"))
     if isinstance(value.get("messages"), list):
         return Conversation(**common, messages=[_message(m) for m in value["messages"]], tools=tools)
@@ -210,6 +214,15 @@ def _ids(ids: Any) -> list[int]:
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise Refused("token ids that are not a list of numbers")
     return ids
+
+
+def _spans(spans: Any, length: int) -> list[list[int]]:
+    pairs = isinstance(spans, list) and all(isinstance(span, list) and len(span) == 2 for span in spans)
+    if not pairs or not all(type(n) is int for span in spans for n in span):
+        raise Refused("earlier_answers that are not [start, end) pairs")
+    if not all(0 <= start <= end <= length for start, end in spans):
+        raise Refused("earlier_answers outside prompt_ids")
+    return spans
 
 
 def _mask(mask: Any, length: int) -> list[int]:

@@ -32,6 +32,11 @@ def split_of(id: str, *, validation_fraction: float) -> str:
     return "validation" if share < validation_fraction else "train"
 
 
+def part_of(id: str, num_parts: int) -> int:
+    """0 .. num_parts - 1: which of n servers captures this conversation; depends on the id alone."""
+    return int.from_bytes(hashlib.sha256(f"part {id}".encode()).digest()[:8], "big") % num_parts
+
+
 @dataclass
 class PromptSet:
     """All prompts of a run, flat: prompt i is tokens[offsets[i] : offsets[i + 1]].
@@ -67,6 +72,10 @@ class PromptSet:
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[i] for i in range(len(self)))
+
+    def part(self, number: int, num_parts: int) -> PromptSet:
+        """The prompts of part `number` of `num_parts`; all parts together are all prompts, each once."""
+        return PromptSet.collect(prompt for prompt in self if part_of(prompt.id, num_parts) == number)
 
     def save(self, folder: Path | str) -> None:
         """Writes prompts.safetensors and prompts.jsonl into `folder`."""

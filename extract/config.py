@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from data.codecs import Codec
 from data.config import TargetConfig, require
+from data.manifest import parse_part
 
-MODES = ("extract", "generate", "command")
+MODES = ("extract", "generate", "generate_and_extract", "command")
 
 
 @dataclass
@@ -64,14 +65,19 @@ class ServerConfig:
     url                    of a running one to attach to, like http://host:30000; null: start one
     host, port             to start one at; port 0: any free one
     ready_timeout_seconds  from start to the first answer
+    silence_seconds        without a word in the log, or of a ready server without an answer, until that is told
+    hang_seconds           likewise, until the server is ended
     answer_timeout_seconds longest wait for one answer
-    spool                  folder for captured rows on their way, on both sides the same; null: <out>/spool
+    spool                  folder for captured rows on their way, on both sides the same; null: on tmpfs where there is
+                           room for in_flight_bytes, else <out>/spool
     """
 
     url: str | None
     host: str
     port: int
     ready_timeout_seconds: float
+    silence_seconds: float
+    hang_seconds: float
     answer_timeout_seconds: float
     spool: str | None
 
@@ -80,6 +86,9 @@ class ServerConfig:
         known = self.url is None or self.url.startswith(("http://", "https://"))
         require(known, "server.url", self.url, "null or http://host:port")
         require(self.ready_timeout_seconds > 0, "server.ready_timeout_seconds", self.ready_timeout_seconds, "above 0")
+        require(self.silence_seconds > 0, "server.silence_seconds", self.silence_seconds, "above 0")
+        above = self.hang_seconds >= self.silence_seconds
+        require(above, "server.hang_seconds", self.hang_seconds, f"at least server.silence_seconds={self.silence_seconds}")
         answer = self.answer_timeout_seconds
         require(answer > 0, "server.answer_timeout_seconds", answer, "above 0")
 
@@ -105,28 +114,35 @@ class SamplingConfig:
     """How mode=generate lets the target answer.
 
     temperature     0: greedy          top_p  0 .. 1
-    max_new_tokens  of one answer      seed   of each answer's own generator; null: the engine's
+    max_new_tokens  of one answer      seed   of each answer's own generator; null: the engine's. SGLang minds it only
+                                              with engine.extra_args=[--enable-deterministic-inference]
+    max_requests    in flight
     """
 
     temperature: float
     top_p: float
     max_new_tokens: int
     seed: int | None
+    max_requests: int
 
     def __post_init__(self) -> None:
         require(self.temperature >= 0, "sampling.temperature", self.temperature, "at least 0")
         require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "0 < top_p <= 1")
         require(self.max_new_tokens >= 1, "sampling.max_new_tokens", self.max_new_tokens, "at least 1")
+        require(self.max_requests >= 1, "sampling.max_requests", self.max_requests, "at least 1")
 
 
 @dataclass
 class ExtractConfig:
     """Stage 2: tokenized prompts to shards of hidden states. YAML: conf/extract.yaml.
 
-    mode             extract | generate (the target answers conversations) | command (print how to start a server)
+    mode             extract | generate (the target answers conversations) | generate_and_extract (both, with one start of
+                     the server) | command (print how to start a server)
     prompts          extract: what data/main.py wrote
-    conversations    generate: a conversation file, one JSON object a line
+    conversations    generate, generate_and_extract: a conversation file, one JSON object a line
     out              folder to write
+    plan             print what there is to capture, and stop before a server is started
+    part             i/n, i = 0 .. n-1: only that of n disjoint parts of the prompts; null: all
     codec            of the states on disk, see data/codecs.py: bf16 | fp32 | fp8 | fp8+bf16 | fp8+topk64
     shard_bytes      a shard is finished once it is this large
     in_flight_bytes  of states asked for and not yet in a shard; bounds memory and the spool
@@ -141,6 +157,8 @@ class ExtractConfig:
     prompts: str | None
     conversations: str | None
     out: str
+    plan: bool
+    part: str | None
     codec: str
     shard_bytes: int
     in_flight_bytes: int
@@ -160,7 +178,9 @@ class ExtractConfig:
         require(self.in_flight_bytes >= 1, "in_flight_bytes", self.in_flight_bytes, "at least 1")
         require(self.retries >= 0, "retries", self.retries, "at least 0")
         require(self.head_device in ("auto", "cpu", "cuda"), "head_device", self.head_device, "auto, cpu or cuda")
-        given = {"extract": self.prompts, "generate": self.conversations, "command": ""}[self.mode]
-        option = {"extract": "prompts=DIR (from data/main.py)", "generate": "conversations=FILE"}.get(self.mode)
-        if given is None:
+        if self.part is not None:
+            parse_part(self.part)
+        given = self.conversations if self.mode.startswith("generate") else self.prompts
+        option = "conversations=FILE" if self.mode.startswith("generate") else "prompts=DIR (from data/main.py)"
+        if given is None and self.mode != "command":
             raise ValueError(f"mode={self.mode} needs {option}: give it on the command line, see --help")

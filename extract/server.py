@@ -9,21 +9,24 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-import psutil
 from tqdm import tqdm
 
 from data.boundaries import architecture_of
 from extract.command import Capturing, Drafting, Installation, command, environment, install_plugin, installation
 from extract.config import EngineConfig, ServerConfig
+from extract.readiness import Watch
 from extract.spool import empty
 
 POLL_SECONDS = 0.2
+HEALTH_SECONDS = 30.0  # longest wait for /health, which SGLang answers after 20 s where its scheduler does not
+READY, NO_PORT = "ready", "port not open yet"
 STOP_SECONDS = 5.0  # for the server's other processes to follow the first
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -56,7 +59,10 @@ class Server:
         self.log = self.out / "server.log"
         self.num_ranks = 1  # that hold the same rows
         self.state_bytes = 4  # of one captured number
+        self.hung = ""  # what was seen of it before it was ended for hanging
         self._process: subprocess.Popen | None = None
+        self._watch: Watch | None = None
+        self._stopping = threading.Event()
 
     def __enter__(self) -> Server:
         try:
@@ -66,6 +72,8 @@ class Server:
             self._check_model()
             if self.capturing and self.capturing.layer_ids is not None:
                 self._check_plugin()
+            if self._process:
+                threading.Thread(target=self._guard, name="server-guard", daemon=True).start()
         except BaseException:
             self.stop()
             raise
@@ -85,6 +93,7 @@ class Server:
 
     def stop(self) -> None:
         """Ends all processes that were started here; a server attached to goes on."""
+        self._stopping.set()
         process, self._process = self._process, None
         if process is None:
             return
@@ -100,6 +109,7 @@ class Server:
 
     def failure(self, what: str, *, cure: str) -> ValueError:
         """An error about this server: what happened, the last log lines, what to do."""
+        what += f"; {self.hung}" if self.hung else ""
         shown = f"; the last lines of {self.log}: {' | '.join(self.last_lines())}" if not self.config.url else ""
         return ValueError(f"{what}: {cure}{shown}")
 
@@ -134,8 +144,11 @@ class Server:
 
     def _wait(self) -> None:
         """Until /health says 200. 503 means that it still loads; no answer, that its port is not open yet."""
-        started, state = time.monotonic(), "port not open yet"
-        limit = self.config.ready_timeout_seconds
+        started, limit = time.monotonic(), self.config.ready_timeout_seconds
+        watch = self._watch = Watch(
+            self.log, self._process.pid if self._process else None, silence_seconds=self.config.silence_seconds,
+            hang_seconds=self.config.hang_seconds,
+        )  # fmt: skip
         with tqdm(bar_format="{desc} {elapsed}", desc="server: starting", mininterval=_interval()) as progress:
             while True:
                 elapsed = time.monotonic() - started
@@ -143,38 +156,58 @@ class Server:
                     status = self._process.returncode
                     what = f"the server exited with status {status} after {elapsed:.0f} s"
                     raise self.failure(what, cure=_hint(self))
-                try:
-                    self.get("/health")
+                state = self._state()
+                if state == READY:
                     return
-                except urllib.error.HTTPError as error:
-                    state = "loading (503)" if error.code == 503 else f"answers {error.code}"
-                except OSError:
-                    state = "port not open yet"
-                if self.config.url and state == "port not open yet":
+                if self.config.url and state == NO_PORT:
                     raise ValueError(f"nothing answers at server.url={self.url}: start it there, or set another url")
-                if elapsed > limit:
+                loading = watch.progress()
+                state += f", {loading}" if loading else ""
+                if self._process and (said := watch.look(state)):
+                    tqdm.write(f"{said}; waiting on", file=sys.stderr)
+                hangs = self._process is not None and watch.hangs()
+                if hangs or elapsed > limit:
+                    option = "server.hang_seconds" if hangs else "server.ready_timeout_seconds"
+                    what = f"hangs, silent for {watch.silence():.0f} s" if hangs else f"is not ready after {elapsed:.0f} s"
                     raise self.failure(
-                        f"the server is not ready after {elapsed:.0f} s ({state}; {self._activity()})",
-                        cure="set server.ready_timeout_seconds if it needs longer",
+                        f"the server {what} ({state}; {watch.describe()}; {watch.save_stacks()})",
+                        cure=f"set {option} if it needs longer",
                     )
                 progress.set_description_str(f"server: {state}", refresh=False)
                 progress.update()
                 time.sleep(POLL_SECONDS)
 
-    def _activity(self) -> str:
-        """Whether the server's processes compute or wait, from one second of their CPU time."""
-        if self._process is None:
-            return "its processes are not ours to see"
+    def _state(self) -> str:
         try:
-            main = psutil.Process(self._process.pid)
-            processes = [main, *main.children(recursive=True)]
-            before = sum(sum(process.cpu_times()[:2]) for process in processes)
-            time.sleep(1.0)
-            burnt = sum(sum(process.cpu_times()[:2]) for process in processes) - before
-        except psutil.Error:
-            return "its processes come and go"
-        doing = "they compute" if burnt > 0.2 else "they wait: it hangs"
-        return f"{len(processes)} processes used {burnt:.1f} CPU seconds in the last second: {doing}"
+            self.get("/health", timeout_seconds=HEALTH_SECONDS)
+        except urllib.error.HTTPError as error:
+            return "loading (503)" if error.code == 503 else f"answers {error.code}"
+        except TimeoutError:
+            return f"its port is open, /health does not answer in {HEALTH_SECONDS:.0f} s"
+        except OSError:
+            return NO_PORT
+        return READY
+
+    def _guard(self) -> None:
+        """In a thread, while the server works: one that no longer answers is told about, and at last ended.
+
+        Its clients then hear that it is gone, and `failure` says why.
+        """
+        every, watch = max(POLL_SECONDS, self.config.silence_seconds / 4), self._watch
+        while not self._stopping.wait(every):
+            if not self.is_alive():
+                return
+            state = self._state()
+            if state == READY:
+                watch.alive()
+                continue
+            if said := watch.look(state):
+                tqdm.write(said, file=sys.stderr)
+            process = self._process
+            if watch.hangs() and process is not None:
+                self.hung = f"it hung, silent for {watch.silence():.0f} s ({state}; {watch.describe()}); {watch.save_stacks()}"
+                process.kill()
+                return
 
     def _check_model(self) -> None:
         try:
@@ -204,6 +237,8 @@ class Server:
                     f"{self.capturing.layer_ids}: {cure}"
                 )
         self.num_ranks = len({about["rank"] for about in said})
+        if self._process:
+            self._watch.schedulers = [about["pid"] for about in said if "pid" in about]
         self.state_bytes = 4 if said[0]["dtype"] == "float32" else 2
 
 

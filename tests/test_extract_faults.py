@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
+import extract.server as server_module
 from extract import fetch, sink
 from extract.capture import Reference
+from extract.client import Client, ServerGone
 from tests.families import family
 from tests.targets import serve
 from tests.test_extract_matrix import CHUNKED, other_clients, prompts, records, relative
@@ -124,3 +128,40 @@ def test_whatever_fails_in_the_plugin_the_server_serves_on_and_every_record_is_r
         for column, boundary in enumerate(BOUNDARIES):
             assert relative(record.aux[:, column], expected.residual[boundary]) <= 1e-5
         assert relative(record.last, expected.last) <= 1e-5
+
+
+HANG = '''
+import time
+from extract import plugin
+
+def stand_still(*arguments, **options):
+    time.sleep(600)
+
+def register():
+    plugin.columns_of = stand_still
+'''
+
+
+def test_a_real_server_whose_forward_stands_still_is_told_of_ended_and_its_stack_names_the_place(
+    models, tmp_path, monkeypatch, capsys
+):
+    """The scheduler sleeps within a forward, and /health hears nothing from it."""
+    monkeypatch.setenv("PYTHONPATH", str(with_plugin(tmp_path / "hang", "hang", HANG)))
+    monkeypatch.setattr(server_module, "HEALTH_SECONDS", 2.5)  # an answer takes it one
+    server = serve(family("llama", models).folder, tmp_path, boundaries=BOUNDARIES)
+    server.config.silence_seconds, server.config.hang_seconds = 2.0, 120.0
+
+    async def ask():
+        async with Client(server.url, timeout_seconds=60) as client:
+            await fetch.fetch(client, server.capturing.spool, torch.arange(3, 40), rid=fetch.rid_of("hang"))
+
+    with server:
+        server._watch.hang_seconds = 4.0  # its start may take longer
+        capsys.readouterr()
+        with pytest.raises(ServerGone):
+            asyncio.run(ask())
+        error = str(server.failure("the server ended while extracting", cure="the same command continues there"))
+    assert "it hung, silent for" in error and "/health does not answer" in error
+    assert "the server has said nothing for" in capsys.readouterr().err
+    stacks = sorted(tmp_path.glob("stacks-*.txt"))[-2:]  # as it was told, and as it was ended
+    assert all("stand_still (hang.py:" in file.read_text() and "forward" in file.read_text() for file in stacks)

@@ -9,12 +9,15 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+import extract.server as server_module
 from extract.command import Capturing, Drafting, command, install_plugin, installation
+from extract.readiness import loading_progress
 from extract.server import Server, version_at
 from tests.targets import ROOT, engine_config, server_config
 
@@ -33,13 +36,21 @@ print("starting", state, flush=True)
 if state == "exits":
     print("RuntimeError: CUDA out of memory", flush=True)
     sys.exit(3)
-if state == "waits":
-    time.sleep(600)
+if state in ("waits", "slow"):
+    time.sleep(600 if state == "waits" else 2)
 if state == "computes":
     while True:
         pass
+if state == "loads":
+    print("Loading safetensors checkpoint shards:  20% Completed | 1/5 [00:01<00:04]", flush=True)
+    print("Loading safetensors checkpoint shards:  40% Completed | 2/5 [00:02<00:03]", flush=True)
+asked_health = 0
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        global asked_health
+        asked_health += self.path == "/health"
+        if state == "stalls" and asked_health > 1:
+            stand_still()
         loading = state == "loads" and self.path == "/health"
         answer = {{"architectures": ["Qwen3ForCausalLM" if state == "other" else "LlamaForCausalLM"],
                   "model_path": options["--model-path"], "version": "0.5.20"}}
@@ -48,6 +59,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"" if self.path == "/health" else json.dumps(answer).encode())
     def log_message(self, *arguments):
         pass
+def stand_still():
+    time.sleep(600)
 asked = json.loads(os.environ.get("EYAS_CAPTURE", "null"))
 if asked and state != "no_plugin":
     ids = [7] if state == "other_ids" else asked["layer_ids"]
@@ -102,15 +115,69 @@ def test_a_server_that_exits_shows_its_last_lines_and_what_to_do(stand_in, tiny_
     assert "lower engine.mem_fraction" in message and str(tmp_path / "out/server.log") in message
 
 
-@pytest.mark.parametrize(("state", "words"), [("waits", "it hangs"), ("computes", "they compute")])
+@pytest.mark.parametrize(("state", "words"), [("waits", "processes wait"), ("computes", "processes compute")])
 def test_a_port_that_never_opens_says_whether_the_processes_compute(stand_in, tiny_llama, tmp_path, state, words):
     message = refused(stand_in(state), tiny_llama, tmp_path, seconds=1.5)
     assert "not ready after" in message and "port not open yet" in message and words in message
     assert "server.ready_timeout_seconds" in message
 
 
-def test_a_server_that_loads_for_ever_is_told_from_one_without_a_port(stand_in, tiny_llama, tmp_path):
-    assert "loading (503)" in refused(stand_in("loads"), tiny_llama, tmp_path, seconds=2.0)
+@pytest.mark.parametrize(("state", "words"), [("waits", "processes wait"), ("computes", "processes compute")])
+def test_a_silent_server_is_told_of_in_time_and_ended_with_its_stacks_saved(
+    stand_in, tiny_llama, tmp_path, capsys, state, words
+):
+    """Silence is told after half a second and ends the server after two; its stack names the line it stands at."""
+    began = time.monotonic()
+    message = refused(stand_in(state), tiny_llama, tmp_path, silence_seconds=0.5, hang_seconds=2.0)
+    assert 2.0 <= time.monotonic() - began < 20
+    told = capsys.readouterr().err
+    assert "the server has said nothing for" in told and words in told and told.count("has said nothing") == 1
+    assert "hangs, silent for 2 s" in message and words in message and "server.hang_seconds" in message
+    stacks = sorted((tmp_path / "out").glob("stacks-*.txt"))
+    assert len(stacks) == 2 and str(stacks[1]) in message
+    assert f"<module> ({state}:" in stacks[1].read_text(), "py-spy's stack of the stand-in, whose file has that name"
+
+
+def test_a_server_that_is_only_slow_is_told_of_and_used(stand_in, tiny_llama, tmp_path, capsys):
+    with server(stand_in("slow"), tiny_llama, tmp_path, silence_seconds=0.5, hang_seconds=30.0) as running:
+        assert running.get("/model_info")
+    assert "the server has said nothing for" in capsys.readouterr().err
+
+
+def test_a_server_that_loads_for_ever_is_told_from_one_without_a_port_and_how_far_it_got(stand_in, tiny_llama, tmp_path):
+    message = refused(stand_in("loads"), tiny_llama, tmp_path, seconds=2.0)
+    assert "loading (503), Loading safetensors checkpoint shards 40 %" in message
+
+
+def test_a_ready_server_that_stops_answering_is_ended_and_the_error_says_what_was_seen(
+    stand_in, tiny_llama, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(server_module, "HEALTH_SECONDS", 0.3)
+    with server(stand_in("stalls"), tiny_llama, tmp_path, silence_seconds=0.5, hang_seconds=1.5) as running:
+        deadline = time.monotonic() + 30
+        while running.is_alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        error = str(running.failure("the server ended while extracting", cure="the same command continues there"))
+    assert "it hung, silent for" in error and "does not answer" in error and "processes wait" in error
+    assert "the server has said nothing for" in capsys.readouterr().err
+    stacks = sorted((tmp_path / "out").glob("stacks-*.txt"))
+    assert "stand_still (stalls:" in stacks[-1].read_text()
+
+
+@pytest.mark.parametrize(
+    ("log", "progress"),
+    [
+        ("", ""),
+        ("[12:00:00 TP0] Load weight begin. avail mem=79.1 GB", "loads the weights"),
+        ("Loading pt checkpoint shards: 100% Completed | 1/1 [00:00<00:00]", "Loading pt checkpoint shards 100 %"),
+        ("[12:00:05 TP0] Capture cuda graph begin.\nCapturing batches (bs=8 avail_mem=4.1 GB):  25%|##  | 1/4",
+         "Capturing batches (bs=8 avail_mem=4.1 GB) 25 %"),
+        ("[12:00:09 TP0] Capture cuda graph end. Time elapsed: 4 s", "has its CUDA graphs"),
+    ],
+)  # fmt: skip
+def test_the_log_tells_how_far_a_start_has_got(log, progress):
+    assert loading_progress(log) == progress
 
 
 def test_a_server_of_another_model_is_refused_naming_both(stand_in, tiny_llama, tmp_path):

@@ -1,0 +1,196 @@
+"""One extraction: what it is of, what is left of it to do, and doing it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.boundaries import architecture_of, engine_layer_ids, text_config
+from data.codecs import Codec, TeacherHead
+from data.config import fingerprint, finished
+from data.manifest import Manifest, finished_ids, parse_part, remove_shards
+from data.prompts import PromptSet
+from data.schema import Provenance
+from data.shards import ShardReader, ShardWriter
+from data.storage import Uploader
+from extract.agreement import measure
+from extract.capture import head_weight
+from extract.command import Capturing, installation
+from extract.config import ExtractConfig
+from extract.preflight import Plan, choose_spool
+from extract.probe import load_reference, probe_server
+from extract.server import Server, version_at
+from extract.sink import extract
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """What is captured: of which target, at which boundaries, by which engine."""
+
+    config: ExtractConfig
+    target: Path
+    version: str  # of the engine
+    capturing: Capturing
+    provenance: Provenance
+
+    @classmethod
+    def of(cls, config: ExtractConfig, target: Path) -> Extraction:
+        """Raises ValueError if there is no engine that Eyas knows, or it cannot be asked for these boundaries."""
+        version = version_at(config.server.url) if config.server.url else installation(config.engine).version
+        layer_ids = engine_layer_ids(
+            config.target.boundaries,
+            architecture=architecture_of(target),
+            engine=config.engine.name,
+            engine_version=version,
+            num_layers=text_config(target)["num_hidden_layers"],
+        )
+        provenance = Provenance.of_target(
+            target,
+            name=config.target.name,
+            boundaries=config.target.boundaries,
+            codec=config.codec,
+            engine=config.engine.name,
+            engine_version=version,
+        )
+        out = Path(config.out)
+        spool = Path(config.server.spool or out / "spool")
+        if config.mode != "command" and not config.server.url:  # else it is the folder that the server was told
+            spool = choose_spool(config.server.spool, out=out, in_flight_bytes=config.in_flight_bytes)
+        return cls(config, target, version, Capturing(spool, layer_ids), provenance)
+
+    def run(self, prompts: Path, *, start: Callable[[], Server]) -> dict[str, Any]:
+        """Captures what of `prompts` (a folder) is not in the dataset; `start` gives a ready server, if one is needed.
+
+        Raises ValueError if the disk cannot hold it, the wiring is wrong, or the server ends.
+        """
+        config, out = self.config, Path(self.config.out)
+        wanted, part = PromptSet.load(prompts), config.part
+        if part is not None:
+            wanted = wanted.part(*parse_part(part))
+        files = [prompts / f"prompts.{end}" for end in ("jsonl", "safetensors")]
+        summary = {
+            "fingerprint": fingerprint(asdict(self.provenance), part, *files),
+            "target": config.target.name,
+            "records": len(wanted),
+            "tokens": len(wanted.tokens),
+            "boundaries": config.target.boundaries,
+            "engine_ids": self.capturing.layer_ids,
+            "engine": f"{config.engine.name} {self.version}",
+        }
+        if len(wanted) == 0:
+            raise ValueError(f"part={part} of the {len(PromptSet.load(prompts))} prompts in {prompts} is empty: use fewer parts")
+        uploader = Uploader(out, config.upload, keep_local=config.keep_local) if config.upload else None
+        changed = shards_of_changed(out, wanted)
+        if not changed and (done := finished(out, summary["fingerprint"])) and finished_ids(out) >= set(wanted.ids):
+            if uploader:
+                uploader.close()
+            return {**done, "line": f"nothing to do, {out} holds all {len(wanted)} records"}
+
+        # Refuses a folder that holds other data, or that another process writes to, before a server is started for it.
+        ShardWriter(out, provenance=self.provenance, split="train", shard_bytes=config.shard_bytes, part=part).close()
+        shutil.copy(prompts / "vocabulary.safetensors", out / "vocabulary.safetensors")
+        if changed and not config.plan:
+            print(f"prompts have changed: {', '.join(sorted(changed))} are taken out and captured again", file=sys.stderr)
+            remove_shards(out, changed)
+        plan = self._plan(wanted, without=changed)
+        print(plan.line, flush=True)
+        if config.plan:
+            return {**asdict(replace(plan, out=str(out))), "line": plan.line}
+        plan.require_room()
+
+        reference = load_reference(self.target, config.probe, trust_remote_code=config.target.trust_remote_code)
+        server = start()
+        report = probe_server(server, boundaries=config.target.boundaries, reference=reference, config=config.probe)
+        del reference  # its memory, during a long extraction
+        with uploader or nullcontext():
+            extracted = extract(
+                wanted,
+                server=server,
+                out=out,
+                provenance=self.provenance,
+                shard_bytes=config.shard_bytes,
+                in_flight_bytes=config.in_flight_bytes,
+                retries=config.retries,
+                part=part,
+                head=self._head(),
+                uploader=uploader,
+            )
+        return {
+            **summary,
+            "probe_passed": report.passed,
+            "records_now": extracted.records,
+            "records_earlier": extracted.earlier,
+            **self._agreement(out),
+            "line": f"{len(wanted)} records, {len(wanted.tokens)} tokens at boundaries {config.target.boundaries} in {out}",
+        }
+
+    def _plan(self, wanted: PromptSet, *, without: set[str]) -> Plan:
+        out, done = Path(self.config.out), finished_ids(Path(self.config.out))
+        if without and self.config.plan:  # they are there still
+            done -= {entry.id for split in ("train", "validation") for shard in ShardReader(out, split=split).shards
+                     if shard.info.name in without for entry in shard.entries}  # fmt: skip
+        missing = [prompt for prompt in wanted if prompt.id not in done]
+        return Plan.of(
+            missing, self.provenance, out=out, done=len(wanted) - len(missing), shard_bytes=self.config.shard_bytes,
+            keep_local=self.config.keep_local or not self.config.upload,
+        )  # fmt: skip
+
+    def _head(self) -> TeacherHead | None:
+        """The target's head, where the codec stores the tokens that it finds most likely."""
+        if Codec.parse(self.config.codec).last != "topk":
+            return None
+        device = self.config.head_device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            return TeacherHead(head_weight(self.target), device=device)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"the GPU has no room for the target's head beside its server ({error}): lower engine.mem_fraction, or "
+                f"set head_device=cpu, which is slow for a large vocabulary"
+            ) from error
+
+    def _agreement(self, out: Path) -> dict[str, float]:
+        """Of the supervised tokens with the target's own choice; warns if the answers are not its own."""
+        if not self.config.keep_local:
+            return {}  # the shards are elsewhere
+        found = measure(out, head_weight(self.target))
+        if found is None:
+            return {}
+        if found.warning:
+            print(found.warning, file=sys.stderr)
+        return {"supervised_is_argmax": found.share, "expected_of_own_words": found.expected}
+
+
+def shards_of_changed(out: Path, wanted: PromptSet) -> set[str]:
+    """Names of finished shards that hold a prompt under its id with other tokens or another mask.
+
+    Lengths are compared from the indexes, contents where the shard is on this disk.
+    """
+    if not (out / "manifest.json").exists():
+        return set()
+    number, changed = {id: i for i, id in enumerate(wanted.ids)}, set()
+    splits = {shard.split for shard in Manifest.load(out).shards}
+    for shard in (shard for split in splits for shard in ShardReader(out, split=split).shards):
+        here = (out / shard.info.name).exists()
+        for i, entry in enumerate(shard.entries):
+            if entry.id not in number:
+                continue
+            prompt = wanted[number[entry.id]]
+            same = (entry.num_tokens, entry.num_supervised) == (len(prompt.tokens), int(prompt.loss_mask.sum()))
+            if same and here:
+                record = shard.read(i)
+                same = torch.equal(record.tokens, torch.from_numpy(prompt.tokens)) and torch.equal(
+                    record.loss_mask, torch.from_numpy(prompt.loss_mask)
+                )
+            if not same or shard.info.split != prompt.split:
+                changed.add(shard.info.name)
+                break
+    return changed
