@@ -1,19 +1,28 @@
-"""Many small training runs, one after the other in one group of processes: one start for all of them.
+"""Many small training runs on several numbers of processes, all forked from this one, which has imported everything once.
 
-    accelerate launch ... tests/runs.py '[["out=A", "engine=zero2", ...], ...]'
+    python tests/runs.py '[[2, [["out=A", "engine=zero2", ...], ...]], ...]'     # [processes, runs one after the other]
 
-Each is what train/main.py does up to its export: the composed config, a Trainer, and `run`.
+Each run is what train/main.py does up to its export: the composed config, a Trainer, and `run`. In place of a group there
+may be {"copy": [A, B, step]}: B begins as A was at its checkpoint of that step. The processes find one another as under
+`accelerate launch`, by the environment.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import socket
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import deepspeed  # noqa: F401
 from hydra import compose, initialize_config_dir
 
 from data.config import typed
@@ -34,12 +43,13 @@ def run(overrides: list[str]) -> None:
     with initialize_config_dir(str(CONF), version_base=None):
         config = typed(TrainConfig, compose("train", overrides=overrides))
     accelerator = accelerator_of(config.engine)
-    target = Target.load(ensure_target(config.target), device=accelerator.device, dtype=DTYPES[config.precision])
+    path = ensure_target(config.target)
+    target = Target.load(path, device=accelerator.device, dtype=DTYPES[config.precision])
     reader, validation = (ShardReader(config.shards, split=split) for split in ("train", "validation"))
     trainer = Trainer(
         config,
         accelerator,
-        drafter=first_drafter(config, target),
+        drafter=first_drafter(config, target, target_path=path),
         target=target,
         train_reader=reader,
         validation_reader=validation,
@@ -48,12 +58,66 @@ def run(overrides: list[str]) -> None:
     figures = trainer.run()
     if accelerator.is_main_process:
         (Path(config.out) / "validation.json").write_text(json.dumps(figures))
-        print(f"done: {config.out}", flush=True)
     trainer.close()
     if trainer.lock is not None:
         trainer.lock.close()
+    accelerator.wait_for_everyone()
+
+
+def copy(source: Path, out: Path, step: int) -> None:
+    """`out` begins as `source` was at its checkpoint of `step`."""
+    name = f"step-{step:06d}"
+    shutil.copytree(source / "checkpoints" / name, out / "checkpoints" / name)
+    lines = (source / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    (out / "metrics.jsonl").write_text("".join(line + "\n" for line in kept))
+
+
+def process(rank: int, processes: int, port: int, cases: list) -> None:
+    """One process of a group."""
+    if processes > 1:
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+    for case in cases:
+        run(case)
+
+
+def group(processes: int, cases: list) -> bool:
+    """Forks a group and waits for it; whether all went well."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(processes):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                process(rank, processes, port, cases)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        children.append(child)
+    well = True
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status and well:
+            well = False
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+    return well
 
 
 if __name__ == "__main__":
-    for overrides in json.loads(sys.argv[1]):
-        run(overrides)
+    for entry in json.loads(sys.argv[1]):
+        if isinstance(entry, dict):
+            source, out, step = entry["copy"]
+            copy(Path(source), Path(out), step)
+        elif not group(*entry):
+            sys.exit(1)

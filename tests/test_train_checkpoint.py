@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import random
+import signal
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,6 +155,39 @@ def test_the_step_does_not_wait_for_the_disk_and_what_it_changes_meanwhile_is_no
     found = checkpoint.read_tensors(checkpoint.latest(tmp_path))["drafter"]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert not torch.equal(found["fc.weight"], run.drafter.fc.weight)
+
+
+def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(tmp_path):
+    """Thirty kills of a process that does nothing but write and prune checkpoints, whose every number is their step."""
+    drafter = small_drafter(small_target(dtype=torch.float32))
+    moments = random.Random(0)
+    reached = 0
+    for _ in range(30):
+        child = os.fork()
+        if child == 0:
+            try:
+                checkpoint.remove_partial(tmp_path)
+                for step in range(reached + 1, reached + 10_000):
+                    files = {name: {"weight": torch.full((300,), float(step))} for name in checkpoint.FILES}
+                    checkpoint.write(tmp_path, files, dataclasses.asdict(state_of(step, drafter)))
+                    checkpoint.record_tau(tmp_path, step, float(step % 7))
+                    checkpoint.prune(tmp_path, keep=2)
+            finally:
+                os._exit(1)
+        time.sleep(moments.uniform(0.02, 0.2))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        newest = checkpoint.latest(tmp_path)
+        if newest is None:  # killed in its first one
+            continue
+        step = checkpoint.read_state(newest).step
+        assert step >= reached and newest.name == f"step-{step:06d}"
+        for tensors in checkpoint.read_tensors(newest).values():
+            assert torch.equal(tensors["weight"], torch.full((300,), float(step)))
+        best_step, _ = checkpoint.best(tmp_path)
+        assert best_step < 0 or (tmp_path / f"step-{best_step:06d}" / "state.json").exists()
+        reached = step
+    assert reached >= 10, "the kills came too early to test anything"
 
 
 def test_a_checkpoint_that_could_not_be_written_stops_the_run_at_the_next_one(tmp_path):

@@ -46,9 +46,8 @@ class RunState:
     arrived: list[int] = field(default_factory=list)  # with follow: how many records each part of the first epoch had
 
     @classmethod
-    def fresh(cls, config: TrainConfig, shape: DrafterShape) -> RunState:
-        """Before the first step of the run that `config` asks for."""
-        manifest = Path(config.shards) / "manifest.json"
+    def fresh(cls, config: TrainConfig, shape: DrafterShape, *, shards: Path) -> RunState:
+        """Before the first step of the run that `config` asks for, on the dataset in the folder `shards`."""
         batch = {name: value for name, value in asdict(config.batch).items() if name != "num_workers"}
         return cls(
             step=0,
@@ -64,7 +63,7 @@ class RunState:
                 **{name: asdict(getattr(config, name)) for name in ("drafter", "loss", "optim")},
                 **{name: getattr(config, name) for name in ("seed", "epochs", "precision", "init_from", "follow")},
                 "batch": batch,
-                "shards": config.shards if config.follow else fingerprint(manifest),
+                "shards": config.shards if config.follow else fingerprint(shards / "manifest.json"),
             },
         )
 

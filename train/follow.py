@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from data.manifest import Manifest
 from data.shards import ShardReader
+from data.storage import local_folder
 from data.stream import Step, plan_epoch
 from train.config import TrainConfig
 
@@ -87,7 +89,18 @@ class Planner:
         return [[[piece._replace(index=piece.index + start) for piece in pack] for pack in step] for step in steps]
 
 
-def wait_for_shards(shards: Path) -> None:
-    """Until a dataset is there, with the vocabulary's counts, which an extraction writes first."""
-    while not ((shards / "manifest.json").exists() and (shards / "vocabulary.safetensors").exists()):
+def wait_for_shards(shards: str) -> Path:
+    """The folder of a dataset, as `local_folder` gives it, once there is a first shard to train on."""
+    said = False
+    while True:
+        try:
+            folder = local_folder(shards)
+            if any(shard.split == "train" for shard in Manifest.load(folder).shards):
+                return folder
+            missing = "no shard is finished"
+        except ValueError as error:  # nothing there yet; said once, so that a wrong address is seen
+            missing = str(error)
+        if not said:
+            print(f"follow: waiting for {shards} ({missing})", flush=True)
+            said = True
         time.sleep(POLL_SECONDS)

@@ -67,7 +67,7 @@ class Trainer:
         if accelerator.is_main_process:
             checkpoint.remove_partial(self.folder)
 
-        self.state = RunState.fresh(config, drafter.shape)
+        self.state = RunState.fresh(config, drafter.shape, shards=train_reader.path)
         resumed = self._resumed()
         if resumed is not None:
             checkpoint.load_weights(drafter, resumed["drafter"], where=self.folder)

@@ -35,9 +35,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32, 
 
 @stage("train")
 def main(config: TrainConfig) -> dict:
-    out, shards = Path(config.out), local_folder(config.shards)
-    if config.follow:
-        wait_for_shards(shards)
+    out, shards = Path(config.out), (wait_for_shards if config.follow else local_folder)(config.shards)
     inputs = fingerprint(asdict(config), "growing" if config.follow else shards / "manifest.json")
     if done := finished(out, inputs):
         return {**done, "line": f"nothing to do, {out} is trained: {done['line']}"}
@@ -58,7 +56,7 @@ def main(config: TrainConfig) -> dict:
         sys.exit()  # and no summary: nothing was done
 
     target = Target.load(target_path, device=accelerator.device, dtype=DTYPES[config.precision])
-    drafter = first_drafter(config, target)
+    drafter = first_drafter(config, target, target_path=target_path)
     tracker = Tracker(config, accelerator, provenance=asdict(train_reader.provenance))
     trainer = Trainer(
         config,

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from data.boundaries import architecture_of, engine_layer_ids, text_config
 from data.storage import local_folder
 from data.vocab import Vocabulary, draft_vocabulary
 from train.checkpoint import load_weights
@@ -18,15 +19,18 @@ from train.export import trained_name
 from train.model import Drafter, DrafterShape
 from train.target import Target
 
-FLAGS = ("rope_theta", "rms_norm_eps", "head_dim", "num_attention_heads", "num_key_value_heads")  # shapes do not tell
+SETTINGS = ("rope_theta", "rms_norm_eps", "head_dim", "num_attention_heads", "num_key_value_heads")  # shapes do not tell
+ENGINES = {"sglang": "0.5.23", "vllm": "0.11"}  # whose layer ids a published drafter may name
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_output")  # absent means off
 
 
-def first_drafter(config: TrainConfig, target: Target) -> Drafter:
+def first_drafter(config: TrainConfig, target: Target, *, target_path: Path) -> Drafter:
     """The drafter of step 0."""
     shape = DrafterShape.resolve(config.drafter, target.config, num_boundaries=len(config.target.boundaries))
     if config.init_from is not None:
-        return published_drafter(Path(config.init_from), shape, boundaries=config.target.boundaries)
+        return published_drafter(
+            Path(config.init_from), shape, boundaries=config.target.boundaries, target_path=target_path
+        )
     vocabulary = Vocabulary.load(local_folder(config.shards))
     d2t, t2d = draft_vocabulary(vocabulary.counts, size=shape.draft_vocab_size, special_ids=vocabulary.special_ids)
     drafter = Drafter(shape, d2t=d2t, t2d=t2d)
@@ -36,25 +40,26 @@ def first_drafter(config: TrainConfig, target: Target) -> Drafter:
     return drafter
 
 
-def published_drafter(folder: Path, shape: DrafterShape, *, boundaries: list[int]) -> Drafter:
+def published_drafter(folder: Path, shape: DrafterShape, *, boundaries: list[int], target_path: Path) -> Drafter:
     """The drafter in `folder`, in the format that SGLang or vLLM serves, in float32 and with its own vocabulary map.
 
     Raises ValueError where it is not the drafter that this run describes: both shapes, or both settings.
     """
     config, tensors = _read(folder)
-    _check_settings(config, shape, boundaries=boundaries, where=folder)
+    _check_settings(config, shape, where=folder)
+    drafter = Drafter(
+        shape,
+        d2t=torch.zeros(shape.draft_vocab_size, dtype=torch.int64),
+        t2d=torch.zeros(shape.vocab_size, dtype=torch.bool),
+    )
     if "d2t" not in tensors:
         raise ValueError(f"{folder} has no d2t: without its vocabulary map its head means nothing, and no other one fits")
     found = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     target_ids = found["d2t"].long() + torch.arange(found["d2t"].shape[0])
     if "t2d" not in found and int(target_ids.max()) < shape.vocab_size:  # it says the same once more
         found["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True)
-    drafter = Drafter(
-        shape,
-        d2t=torch.zeros(shape.draft_vocab_size, dtype=torch.int64),
-        t2d=torch.zeros(shape.vocab_size, dtype=torch.bool),
-    )
     load_weights(drafter, found, where=folder)
+    _check_boundaries(config, boundaries, target_path=target_path, where=folder)
     return drafter
 
 
@@ -71,13 +76,36 @@ def _read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     return config, {name: tensor for name, tensor in tensors.items() if not name.endswith("embed_tokens.weight")}
 
 
-def _check_settings(config: dict, shape: DrafterShape, *, boundaries: list[int], where: Path) -> None:
+def _check_settings(config: dict, shape: DrafterShape, *, where: Path) -> None:
     mine = shape.as_dict()
-    found = {name: config[name] for name in FLAGS if config.get(name) is not None}
+    found = {name: config[name] for name in SETTINGS if config.get(name) is not None}
     found |= {name: bool(config.get(name, False)) for name in SWITCHES}
     wrong = [f"{name} is {value} there, {mine[name]} here" for name, value in found.items() if value != mine[name]]
-    captured = config.get("eyas", {}).get("boundaries")
-    if captured is not None and list(captured) != list(boundaries):
-        wrong.append(f"boundaries are {captured} there, {list(boundaries)} here")
     if wrong:
         raise ValueError(f"init_from={where} is another drafter: {'; '.join(wrong)}: set drafter.* as it has them")
+
+
+def _check_boundaries(config: dict, boundaries: list[int], *, target_path: Path, where: Path) -> None:
+    """Off by one would cost half of what it has learned. Eyas' exports name the boundaries, others an engine's layer ids."""
+    captured = config.get("eyas", {}).get("boundaries")
+    if captured is not None and list(captured) != list(boundaries):
+        raise ValueError(
+            f"init_from={where}: its boundaries are {captured} there, {list(boundaries)} here: set "
+            f"target.boundaries={str(list(captured)).replace(' ', '')}, with shards to match"
+        )
+    ids = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    if captured is not None or ids is None:
+        return
+    architecture, num_layers = architecture_of(target_path), text_config(target_path)["num_hidden_layers"]
+    expected = {
+        engine: engine_layer_ids(
+            boundaries, architecture=architecture, engine=engine, engine_version=version, num_layers=num_layers
+        )
+        for engine, version in ENGINES.items()
+    }
+    if list(ids) not in expected.values():
+        named = ", ".join(f"{found} in {engine}" for engine, found in expected.items())
+        raise ValueError(
+            f"init_from={where} was made for layer ids {list(ids)}; boundaries {list(boundaries)} are {named}: set "
+            "target.boundaries to what it was trained at, with shards to match"
+        )
