@@ -87,7 +87,7 @@ def prepare(config: DataConfig) -> dict[str, Any]:
 
 def prepare_answers(target: TargetConfig, conversations: Path, out: Path) -> dict[str, Any]:
     """`prepare` with the defaults of conf/data.yaml; leaves a summary.json in `out` as the stage does."""
-    yaml = OmegaConf.load(CONF / "data.yaml")
+    yaml = OmegaConf.to_container(OmegaConf.load(CONF / "data.yaml"))
     defaults = {key: value for key, value in yaml.items() if key not in ("defaults", "hydra", "conversations", "out")}
     config = typed(DataConfig, OmegaConf.create({
         **defaults, "target": asdict(target), "conversations": str(conversations), "out": str(out),

@@ -141,6 +141,9 @@ def command(
         line += ["--disable-overlap-schedule"]
     if capturing and not engine.radix_cache:
         line += ["--disable-radix-cache"]  # what it keeps of our requests, nobody asks for again
+    if capturing and engine.tensor_parallel > 1 and not on_cpu:
+        # With it GPT-OSS and GLM hand out sums before they are complete (0.5.16). It is for batches of at most 2048 tokens.
+        line += ["--enforce-disable-flashinfer-allreduce-fusion"]
     if trust_remote_code:
         line += ["--trust-remote-code"]
     if engine.tensor_parallel > 1:

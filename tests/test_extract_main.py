@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from data.embedded import TINY_TEXT
+from data.prompts import PromptSet
 from data.shards import ShardReader, finished_ids
 from extract.capture import Reference
 from extract.main import main
 from tests.targets import ROOT, serve
+from tests.warm import warm_python
 
 NUM_ROWS = 300
 OTHER = "was captured at boundaries [2, 3, 5], this run asks for [1, 2, 3]: set target.boundaries=[2,3,5]"
@@ -30,7 +32,8 @@ def environment(tiny_llama):
 
 
 def command(*options: str) -> list[str]:
-    return [sys.executable, "extract/main.py", "target=tiny_llama", "engine.max_total_tokens=4096", *options]
+    warm = [f"engine.python={warm_python()}", "engine.device=cpu"]  # the whole start is in test_launch_end_to_end.py
+    return [sys.executable, "extract/main.py", "target=tiny_llama", "engine.max_total_tokens=4096", *warm, *options]
 
 
 def run(*options: str, environment) -> subprocess.CompletedProcess:
@@ -74,10 +77,9 @@ def interrupted(options: list[str], out: Path, environment, *, kill, until) -> t
     return process.returncode, output
 
 
-def kill_scheduler(extractor: psutil.Process) -> None:
-    for child in extractor.children(recursive=True):
-        if child.name().startswith("sglang::schedul"):
-            child.kill()
+def kill_scheduler(spool: Path) -> None:
+    for file in spool.glob("server-*.json"):
+        psutil.Process(json.loads(file.read_text())["pid"]).kill()
 
 
 def test_a_run_killed_twice_continues_and_every_conversation_is_in_one_record(
@@ -86,7 +88,8 @@ def test_a_run_killed_twice_continues_and_every_conversation_is_in_one_record(
     """First the extractor is killed, then the server's scheduler; the third run attaches to a server and finishes."""
     out = tmp_path / "shards"
     options = [f"prompts={prompts}", f"out={out}", "shard_bytes=300000"]
-    slowly = [*options, "in_flight_bytes=1"]  # one at a time, so that there is a middle to be killed in
+    spool = tmp_path / "spool"
+    slowly = [*options, "in_flight_bytes=1", f"server.spool={spool}"]  # one at a time: there is a middle to be killed in
 
     status, _ = interrupted(
         slowly, out, environment, kill=lambda extractor: extractor.kill(), until=lambda: len(finished_ids(out)) > 0
@@ -95,7 +98,7 @@ def test_a_run_killed_twice_continues_and_every_conversation_is_in_one_record(
     assert status == -9 and 0 < first < NUM_ROWS
 
     status, output = interrupted(
-        slowly, out, environment, kill=kill_scheduler, until=lambda: len(finished_ids(out)) > first
+        slowly, out, environment, kill=lambda _: kill_scheduler(spool), until=lambda: len(finished_ids(out)) > first
     )
     second = len(finished_ids(out))
     assert status == 2 and "the server ended while extracting" in output, output
@@ -112,6 +115,7 @@ def test_a_run_killed_twice_continues_and_every_conversation_is_in_one_record(
     assert summary["records_now"] == NUM_ROWS - second
     assert summary["probe_passed"] is True
     assert (summary["boundaries"], summary["engine_ids"]) == ([2, 3, 5], [1, 2, 4])
+    assert summary["supervised_is_argmax"] < 0.1 and "let it answer these questions itself" in done.stderr
     assert "wiring probe passed" in done.stdout and "boundary 2" in done.stdout and "reference" in done.stdout
 
     readers = [ShardReader(out, split=split) for split in ("train", "validation")]
@@ -136,6 +140,51 @@ def test_a_run_killed_twice_continues_and_every_conversation_is_in_one_record(
         assert words in again.stdout + again.stderr
 
 
+def test_a_plan_says_what_is_to_do_and_starts_nothing_and_a_disk_too_small_is_refused(prompts, environment, tmp_path):
+    wanted = PromptSet.load(prompts)
+    halves = [run(f"prompts={prompts}", f"out={tmp_path}/{i}", "plan=true", f"part={i}/2", environment=environment) for i in (0, 1)]
+    assert [half.returncode for half in halves] == [0, 0], halves[0].stderr
+    plans = [json.loads((tmp_path / str(i) / "summary.json").read_text()) for i in (0, 1)]
+    assert [plan["records"] > 0 for plan in plans] == [True, True]
+    assert sum(plan["records"] for plan in plans) == len(wanted)
+    assert sum(plan["tokens"] for plan in plans) == len(wanted.tokens)
+    assert "to capture:" in halves[0].stdout and "its time shows in the first minute" in halves[0].stdout
+    assert not (tmp_path / "0/server").exists()
+    enormous = run(f"prompts={prompts}", f"out={tmp_path}/large", "engine.extra_args=[--nonsense]", environment={
+        **environment, "PYTHONPATH": str(small_disk(tmp_path)),
+    })  # fmt: skip
+    assert enormous.returncode == 2 and "has 1.0 MB free and" in enormous.stderr and "a smaller codec=" in enormous.stderr
+
+
+def small_disk(folder: Path) -> Path:
+    """A folder for PYTHONPATH that makes every disk one of 1 MB."""
+    text = "import shutil, types\nshutil.disk_usage = lambda path: types.SimpleNamespace(total=10**6, used=0, free=10**6)\n"
+    (folder / "sitecustomize.py").write_text(text)
+    return folder
+
+
+def test_one_start_of_the_server_generates_and_then_captures(environment, tiny_llama, tmp_path):
+    """Two turns; both answers are supervised, in the server's own ids, and all of them are its own first choice."""
+    asked, out = tmp_path / "asked.jsonl", tmp_path / "shards"
+    asked.write_text("".join(json.dumps({"id": f"q{i}", "turns": [f"What does the hawk see {i}?", "And then?"]}) + "\n" for i in range(6)))
+    options = ["mode=generate_and_extract", f"conversations={asked}", f"out={out}", "sampling.temperature=0", "sampling.max_new_tokens=9"]
+    done = run(*options, environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("server: starting") == 1
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["answers"]["answered"], summary["records"], summary["supervised_is_argmax"]) == (6, 6, 1.0)
+    answers = {row["id"]: row for row in map(json.loads, (out / "conversations.jsonl").read_text().splitlines())}
+    for split in ("train", "validation"):
+        for record in ShardReader(out, split=split):
+            row = answers[record.id]
+            assert record.tokens.tolist() == row["prompt_ids"] + row["response_ids"]
+            ((start, end),) = row["earlier_answers"]
+            expected = [start <= i < end or i >= len(row["prompt_ids"]) for i in range(record.num_tokens)]
+            assert record.loss_mask.bool().tolist() == expected
+    again = run(*options, environment=environment)
+    assert "nothing to do" in again.stdout and "server: starting" not in again.stderr
+
+
 def test_generate_answers_and_continues_and_keeps_the_servers_own_ids(conversations, environment, tiny_llama, tmp_path):
     rows = [json.loads(line) for line in conversations.read_text().splitlines()[:6]]
     rows += [{"id": "asked", "turns": ["What does the hawk see?", "And then?"]}, {"id": "odd", "messages": [{"role": "user"}]}]
@@ -145,7 +194,8 @@ def test_generate_answers_and_continues_and_keeps_the_servers_own_ids(conversati
     out = tmp_path / "answers"
     out.mkdir()
     kept = {"id": rows[0]["id"], "response_ids": [1], "finished": True}
-    (out / "conversations.jsonl").write_text(json.dumps(kept) + "\n" + '{"id": "talk/1.a", "resp')  # a killed run's
+    changed = {"id": rows[2]["id"], "response_ids": [7], "finished": True, "question": "of something else"}
+    (out / "conversations.jsonl").write_text(f"{json.dumps(kept)}\n{json.dumps(changed)}\n" + '{"id": "talk/1.a", "resp')  # a killed run's
     options = ["mode=generate", f"conversations={asked}", f"out={out}", "sampling.temperature=0", "sampling.max_new_tokens=8"]
     done = run(*options, environment=environment)
     assert done.returncode == 0, done.stderr
@@ -164,6 +214,9 @@ def test_generate_answers_and_continues_and_keeps_the_servers_own_ids(conversati
     assert answers["talk/1.a"]["messages"][0] == rows[1]["messages"][0]
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["rows"], summary["answered"], summary["refused"]) == (9, 8, 1)
+    assert "1 questions have changed and are asked again" in done.stderr and answers[rows[2]["id"]]["response_ids"] != [7]
+    warmer = run(*options, "sampling.temperature=0.5", environment=environment)
+    assert "was made with sampling.temperature=0.0, this run asks for 0.5" in warmer.stderr
 
 
 @pytest.mark.parametrize(
@@ -176,6 +229,8 @@ def test_generate_answers_and_continues_and_keeps_the_servers_own_ids(conversati
         (["prompts=/nowhere", "target.boundaries=[2,3,6]"], "boundary 6"),
         (["prompts=/nowhere", "engine.device=tpu"], "engine.device=tpu"),
         (["prompts=/nowhere", "promts=x"], "promts"),
+        (["prompts=/nowhere", "part=4/4"], "part=4/4"),
+        (["mode=generate_and_extract"], "needs conversations=FILE"),
         (["prompts=/nowhere", "server.url=localhost:3000"], "server.url=localhost:3000"),
     ],
 )

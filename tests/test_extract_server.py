@@ -267,6 +267,7 @@ def test_the_command_for_a_gpu_is_sglangs_own_and_asks_for_nothing_it_need_not(t
     assert "--tp-size 8" in text and "--disable-radix-cache" in text and "--trust-remote-code" in text
     assert "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4" in text
     assert "--speculative-draft-model-quantization unquant" in text and text.endswith("--quantization w4a16")
+    assert "--enforce-disable-flashinfer-allreduce-fusion" in text
     assert "--max-total-tokens" not in text and "--mem-fraction-static" not in text and "intel_amx" not in text
 
 
