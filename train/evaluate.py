@@ -46,7 +46,7 @@ LENGTH_BUCKETS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 class DocumentScore:
     """One document's share of every metric; scores of any selection add up.
 
-    sums    [5, K] as in metrics.DepthSums    walk  its generations, served on paper
+    sums    [6, K] as in metrics.DepthSums    walk  its generations, served on paper
     greedy  supervised tokens that are the target's most likely ones, of `supervised` tokens
     """
 
