@@ -27,6 +27,7 @@ SPLITS = ("train", "validation")
 _SAFETENSORS_NAMES = {
     torch.int32: "I32", torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
+_COLUMN_ORDER = ("tokens", *STATE_COLUMNS, "loss_mask")
 _ALIGNMENT = 64  # bytes, of the tensors within a file
 
 
@@ -213,21 +214,32 @@ def encode(record: Record, codec: str) -> tuple[bytes, list[Tensor]]:
         **stored(record, Codec.parse(codec)).states(),
         "loss_mask": record.loss_mask.to(torch.uint8),
     }
+    shapes = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in columns.items()}
+    header, order, _ = _header(shapes)
+    return header, [columns[name].detach().cpu().contiguous() for name in order]
+
+
+def encoded_bytes(num_tokens: int, provenance: Provenance) -> int:
+    """What `encode` will make of a record of so many tokens."""
+    columns = {name: (dtype, [num_tokens, *shape]) for name, (dtype, shape) in stored_columns(provenance).items()}
+    header, _, size = _header(columns)
+    return len(header) + size
+
+
+def _header(columns: dict[str, tuple[torch.dtype, list[int]]]) -> tuple[bytes, list[str], int]:
+    """The header of a safetensors file, the order of the columns in it, and their bytes after it."""
     # every tensor starts at a multiple of its element's size
-    columns = dict(sorted(columns.items(), key=lambda item: -item[1].element_size()))
+    order = sorted((name for name in _COLUMN_ORDER if name in columns), key=lambda name: -columns[name][0].itemsize)
     header: dict[str, Any] = {}
     offset = 0
-    for name, tensor in columns.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+    for name in order:
+        dtype, shape = columns[name]
+        end = offset + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text, [tensor.detach().cpu().contiguous() for tensor in columns.values()]
+    return struct.pack("<Q", len(text)) + text, order, offset
 
 
 def decode(

@@ -9,43 +9,20 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import json
-import os
 import re
-import tarfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
-import torch
 
-from data.growing import GrowingFile
-from data.manifest import (
-    FILE,
-    Entry,
-    Manifest,
-    ShardInfo,
-    finished_ids,
-    lock,
-    manifest_lock,
-    write_index,
-)
+from data.lanes import Lanes, OpenShard
+from data.manifest import FILE, Entry, Manifest, ShardInfo, finished_ids, lock, manifest_lock
 from data.mapped import Shard
-from data.schema import (
-    SPLITS,
-    Provenance,
-    Record,
-    check_record,
-    check_same,
-    encode,
-    safe_key,
-)
+from data.schema import SPLITS, Provenance, Record, check_record, check_same
 from data.storage import Remote
-
-_TAR_BLOCK = 512
-
 
 class ShardWriter:
     """Writes one split of a dataset, shard by shard; continues what is there.
@@ -53,6 +30,7 @@ class ShardWriter:
     out          folder; may hold earlier shards of the same provenance
     shard_bytes  a shard is finished once it is this large
     part         "i/n" if n servers make the dataset, each a part of it
+    lanes        shards that are written at a time, a thread each
     on_finished  called after every shard that was finished, like Uploader.send
 
     A shard gets its name when it is complete and on disk, and then a line in the manifest: after a
@@ -69,6 +47,7 @@ class ShardWriter:
         split: str,
         shard_bytes: int,
         part: str | None = None,
+        lanes: int = 1,
         on_finished: Callable[[], None] = lambda: None,
     ) -> None:
         if split not in SPLITS:
@@ -87,10 +66,12 @@ class ShardWriter:
                 for leftover in leftovers:  # whoever wrote them was killed: we hold both locks
                     leftover.unlink()
             self._ids = finished_ids(self.out)
+            self._number = self._first_free_number()
         except BaseException:
             self._lock.close()
             raise
-        self._file: GrowingFile | None = None
+        self._lanes: Lanes | None = Lanes(lanes, committed=self._commit)
+        self._shard: OpenShard | None = None
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -103,47 +84,59 @@ class ShardWriter:
 
         The record's memory may still be hashed after that: do not change it.
         """
+        try:
+            self.submit(record).result()
+            if self._shard is None:
+                self._lanes.wait()
+        except OSError as error:
+            self.fail(error)
+
+    def submit(self, record: Record) -> Future:
+        """`write` without waiting: done when the record is in its shard's file; `close` says whether all went well.
+
+        Raises ValueError if the record does not belong here; what an earlier shard could not be finished for; the future
+        raises OSError if the disk is full.
+        """
+        if self._lanes.failure is not None:
+            raise self._lanes.failure
         check_record(record, self.provenance)
         if record.split != self.split:
             raise ValueError(f"record {record.id} is of split {record.split}, this writer's is {self.split}")
         if record.id in self._ids:
             raise ValueError(f"record {record.id} is already in {self.out}: ids are unique in a dataset")
-        header, tensors = encode(record, self.provenance.codec)
-        payload = [memoryview(header), *(memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in tensors)]
-        num_supervised = int(record.loss_mask.sum())
-        about = {
-            "id": record.id,
-            "source": record.source,
-            "split": record.split,
-            "num_tokens": record.num_tokens,
-            "num_supervised": num_supervised,
-        }
-        key = safe_key(record.id)
-        chunks, _ = _member(f"{key}.json", [memoryview(json.dumps(about).encode())])
-        states, size = _member(f"{key}.safetensors", payload)
-        try:
-            self._open()
-            offset = self._file.size + sum(chunk.nbytes for chunk in (*chunks, states[0]))
-            self._file.append([*chunks, *states])
-        except OSError as error:
-            self._fail(error)
+        if self._shard is None:
+            name, self._number = f"{self.split}-{self._number:06d}.tar", self._number + 1
+            self._shard = OpenShard(self.out, name, split=self.split, provenance=self.provenance)
+            self._lanes.open(self._shard)
+        written = self._lanes.add(self._shard, record)
         self._ids.add(record.id)
-        self._entries.append(Entry(record.id, record.source, record.num_tokens, num_supervised, offset, size))
-        if self._file.size >= self.shard_bytes:
-            self._finish()
+        if self._shard.planned_bytes >= self.shard_bytes:
+            self._close_shard()
+        return written
 
     def close(self) -> None:
-        """Finishes the shard at hand; the writer cannot be used after that."""
-        if self._file is not None:
-            self._finish()
-        self._lock.close()
+        """Finishes the shards at hand; the writer cannot be used after that."""
+        if self._lanes is None:
+            return
+        try:
+            if self._shard is not None:
+                self._close_shard()
+            self._lanes.wait()
+        except OSError as error:
+            self.fail(error)
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
-        """Removes the unfinished shard; finished ones stay."""
-        if self._file is not None:
-            self._file.discard()
-            self._file = None
+        """Removes the unfinished shards; finished ones stay."""
+        if self._lanes is not None:
+            self._lanes.end()
+            self._lanes = None
         self._lock.close()
+
+    def _close_shard(self) -> None:
+        self._lanes.close(self._shard)
+        self._shard = None
 
     def _check(self, manifest: Manifest, part: str | None) -> None:
         check_same(manifest.provenance, self.provenance, where=str(self.out))
@@ -157,51 +150,28 @@ class ShardWriter:
                 f"{self.out} is part={manifest.part}, this run makes part={part}: every part has a folder of its own"
             )
 
-    def _open(self) -> None:
-        if self._file is not None:
-            return
+    def _first_free_number(self) -> int:
         names = [shard.name for shard in Manifest.load(self.out).shards if shard.split == self.split]
         numbers = [int(re.search(r"(\d+)\.tar$", name)[1]) for name in names]  # a bad shard may have been taken out
-        self._name = f"{self.split}-{max(numbers, default=-1) + 1:06d}.tar"
-        self._file, self._entries = GrowingFile(self.out / f".{self._name}.tmp"), []
+        return max(numbers, default=-1) + 1
 
-    def _finish(self) -> None:
-        """End of archive, to the disk, index, final name, manifest: in this order."""
-        try:
-            self._file.append([memoryview(bytes(2 * _TAR_BLOCK))])
-            sha256 = self._file.finish()
-            index_sha256 = write_index(self.out, self._name, self._entries)
-            os.replace(self._file.path, self.out / self._name)
-        except OSError as error:
-            self._fail(error)
-        except ValueError:
-            self.abandon()
-            raise
-        info = ShardInfo(
-            name=self._name,
-            split=self.split,
-            samples=len(self._entries),
-            tokens=sum(entry.num_tokens for entry in self._entries),
-            supervised=sum(entry.num_supervised for entry in self._entries),
-            bytes=self._file.size,
-            sha256=sha256,
-            index_sha256=index_sha256,
-        )
-        self._file = None
+    def _commit(self, info: ShardInfo) -> None:
+        """A shard is on the disk under its name: now it counts. Called in the shards' order."""
         try:
             with manifest_lock(self.out):
                 manifest = Manifest.load(self.out)
                 replace(manifest, shards=(*manifest.shards, info), complete=False).save(self.out)
         except ValueError:
-            (self.out / self._name).unlink()  # its space may be what is missing
+            (self.out / info.name).unlink()  # its space may be what is missing
             raise
         self._on_finished()
 
-    def _fail(self, error: OSError) -> None:
+    def fail(self, error: OSError) -> NoReturn:
+        """Abandons, and raises ValueError with what to do about a disk that does not take any more."""
         self.abandon()
         raise ValueError(
-            f"cannot write {self.out / self._name}: {error.strerror or error}; {len(finished_ids(self.out))} finished "
-            f"records are kept: free some space and run again, it continues there"
+            f"cannot write {self.split} shards in {self.out}: {error.strerror or error}; {len(finished_ids(self.out))} "
+            f"finished records are kept: free some space and run again, it continues there"
         ) from error
 
 
@@ -275,11 +245,3 @@ class ShardReader:
             with (self.path / shard.info.name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard.info.sha256:
                     raise ValueError(f"{self.path / shard.info.name} is corrupt (its sha256 changed): extract again")
-
-
-def _member(name: str, chunks: list[memoryview]) -> tuple[list[memoryview], int]:
-    """One file of a tar: its header, its content, padding; and the size of the content in bytes."""
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = sum(chunk.nbytes for chunk in chunks), 0o644
-    header = info.tobuf(tarfile.USTAR_FORMAT)
-    return [memoryview(header), *chunks, memoryview(bytes(-info.size % _TAR_BLOCK))], info.size

@@ -172,7 +172,7 @@ def test_thirty_kills_at_random_moments_cost_no_record_and_leave_nothing(tiny_ll
     python.write_text(STAND_IN.format(python=sys.executable, hidden=HIDDEN))
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["extract.sink", "extract.server", "tests.targets"])
+    processes.set_forkserver_preload(["tests.test_extract_crashes", "extract.sink", "extract.server"])
     kills = [KINDS[i % len(KINDS)] for i in range(NUM_KILLS)]
     dice.shuffle(kills)
     seen, said = [], []

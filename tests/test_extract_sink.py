@@ -17,7 +17,8 @@ from data.codecs import TeacherHead
 from data.manifest import Manifest, finished_ids
 from data.prompts import Prompt
 from data.schema import Provenance
-from data.shards import ShardReader, ShardWriter
+from data.lanes import OpenShard
+from data.shards import ShardReader
 from data.storage import Uploader
 from extract import fetch, sink, spool
 from extract.sink import extract
@@ -198,14 +199,14 @@ def test_bytes_in_flight_stay_below_the_limit_or_are_one_request(tmp_path, limit
 
 
 def test_a_full_disk_ends_the_run_with_its_own_error_and_not_in_a_hang(tmp_path, monkeypatch):
-    write = ShardWriter.write
+    add = OpenShard.add
 
     def full(self, record):
         if record.id == "train-4":
-            self._fail(OSError(28, "No space left on device"))
-        write(self, record)
+            raise OSError(28, "No space left on device")
+        add(self, record)
 
-    monkeypatch.setattr(ShardWriter, "write", full)
+    monkeypatch.setattr(OpenShard, "add", full)
     with StandIn(tmp_path / "spool") as server:
         with pytest.raises(ValueError, match="No space left on device"):
             run(server, tmp_path / "shards", prompts(), shard_bytes=1)
