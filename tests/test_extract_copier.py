@@ -12,6 +12,7 @@ from extract import copier
 from extract.copier import Copier, Segment, pieces_of, runs_of
 
 CPU = torch.device("cpu")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HIDDEN, COLUMNS = 4, 3
 ROW_BYTES = COLUMNS * HIDDEN * 4 + 4
 
@@ -62,11 +63,12 @@ def batch_of(num_rows: int, *, seed: int) -> tuple[list[torch.Tensor], torch.Ten
     return columns, torch.arange(num_rows + 2) + 1000 * seed
 
 
-def test_rows_arrive_as_they_were_when_submitted_though_the_next_forward_overwrites_them(monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_rows_arrive_as_they_were_when_submitted_though_the_next_forward_overwrites_them(monkeypatch, device):
     """40 batches of three requests through blocks that hold 16 rows, into a writer that is slower than they come."""
     monkeypatch.setattr(copier, "BLOCK_BYTES", 16 * ROW_BYTES + 8)
     arrived = Arrived(seconds=0.001)
-    way = Copier(CPU, write=arrived.write, failed=arrived.fail)
+    way = Copier(torch.device(device), write=arrived.write, failed=arrived.fail)
     expected = {}
     for seed in range(40):
         columns, tokens = batch_of(30, seed=seed)
@@ -75,6 +77,7 @@ def test_rows_arrive_as_they_were_when_submitted_though_the_next_forward_overwri
             rows = slice(first, first + count)
             aux = torch.stack([column[rows] for column in columns[:-1]], dim=1)
             expected[f"{rid}{seed}", start] = [tokens[rows].int(), aux, columns[-1][rows].clone()]
+        columns, tokens = [column.to(device) for column in columns], tokens.to(device)
         way.submit(columns, tokens, segments)
         for tensor in (*columns, tokens):
             tensor.zero_()
