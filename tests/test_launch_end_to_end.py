@@ -65,6 +65,18 @@ def test_live_tau_is_the_offline_tau_and_no_output_changes(quickstart: tuple[lis
     assert (out / "quickstart.png").stat().st_size > 10_000
 
 
+def test_bench_counts_every_step(quickstart: tuple[list[str], Path]):
+    """An answer's first token comes from the prefill, the others from `steps` verifications, which the histogram adds up to."""
+    _, out = quickstart
+    summary = json.loads((out / "bench" / "summary.json").read_text())
+    assert summary["outputs_identical"] is True and summary["first_difference"] is None
+    assert sum(summary["accept_histogram"]) == summary["steps"] > 0
+    assert len(summary["accept_histogram"]) <= summary["num_drafts"] + 1
+    assert summary["tau"] == pytest.approx((summary["tokens"] - summary["answers"]) / summary["steps"])
+    assert summary["tau"] < summary["server_accept_length"], "which counts the first token too"
+    assert sum(part["steps"] for part in summary["by_source"].values()) == summary["steps"]
+
+
 def test_a_second_run_reuses_what_is_finished(quickstart: tuple[list[str], Path], environment: dict[str, str]):
     command, out = quickstart
     said = run(command, environment)
