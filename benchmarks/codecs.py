@@ -35,8 +35,8 @@ from train.loss import Teacher
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.cuda.is_available()
-ON_CPU = ["--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 ON_GPU = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+ON_CPU = ["--cpu", *ON_GPU]
 SAMPLE = 20  # records that errors are measured on
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
+from data.lanes import OpenShard
 from data.schema import Provenance, Record
 from data.shards import ShardWriter
 
@@ -30,6 +33,18 @@ def record_of(id: str, *, num_tokens: int = 5, split: str = "train", provenance:
         source="test",
         split=split,
     )
+
+
+def no_room_for(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the record `id` on the disk is full."""
+    add = OpenShard.add
+
+    def full(self: OpenShard, record: Record) -> None:
+        if record.id == id:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        add(self, record)
+
+    monkeypatch.setattr(OpenShard, "add", full)
 
 
 def dataset_of(folder: Path, records: list[Record], *, shard_bytes: int = 1 << 20, codec: str = "bf16") -> Path:

@@ -11,7 +11,7 @@ from data.lanes import OpenShard
 from data.manifest import finished_ids
 from data.schema import encode, encoded_bytes
 from data.shards import ShardWriter
-from tests.records import PROVENANCE, record_of
+from tests.records import PROVENANCE, no_room_for, record_of
 
 
 def write(folder: Path, *, lanes: int, count: int = 24) -> Path:
@@ -39,14 +39,7 @@ def test_lanes_change_no_byte_though_later_shards_are_ready_first(tmp_path, monk
 
 def test_a_shard_that_cannot_be_written_takes_the_later_ones_with_it(tmp_path, monkeypatch):
     """Else a dataset would have a hole where its order says there is none."""
-    add = OpenShard.add
-
-    def full(self, record):
-        if record.id == "r9":
-            raise OSError(28, "No space left on device")
-        add(self, record)
-
-    monkeypatch.setattr(OpenShard, "add", full)
+    no_room_for("r9", monkeypatch)
     with pytest.raises(ValueError, match="No space left on device.*free some space"):
         write(tmp_path, lanes=4)
     kept = finished_ids(tmp_path)

@@ -17,11 +17,11 @@ from data.codecs import TeacherHead
 from data.manifest import Manifest, finished_ids
 from data.prompts import Prompt
 from data.schema import Provenance
-from data.lanes import OpenShard
 from data.shards import ShardReader
 from data.storage import Uploader
 from extract import fetch, sink, spool
 from extract.sink import extract
+from tests.records import no_room_for
 
 HIDDEN, BOUNDARIES = 8, (1, 2)
 ROW_BYTES = (len(BOUNDARIES) + 1) * HIDDEN * 4
@@ -199,14 +199,7 @@ def test_bytes_in_flight_stay_below_the_limit_or_are_one_request(tmp_path, limit
 
 
 def test_a_full_disk_ends_the_run_with_its_own_error_and_not_in_a_hang(tmp_path, monkeypatch):
-    add = OpenShard.add
-
-    def full(self, record):
-        if record.id == "train-4":
-            raise OSError(28, "No space left on device")
-        add(self, record)
-
-    monkeypatch.setattr(OpenShard, "add", full)
+    no_room_for("train-4", monkeypatch)
     with StandIn(tmp_path / "spool") as server:
         with pytest.raises(ValueError, match="No space left on device"):
             run(server, tmp_path / "shards", prompts(), shard_bytes=1)

@@ -1,7 +1,8 @@
 """Fused twin of train.attention.dense: FlashAttention over depth 0, own keys merged by log-sum-exp.
 
 Depth 0 is ordinary causal attention over packed documents, which FlashAttention does at the speed of the
-chip: FlashAttention-4 where it is installed (`pip install flash-attn-4`), else the one PyTorch brings. The one key that a row sees at each depth 1 .. k is merged into its output by a small kernel:
+chip: FlashAttention-4 where it is installed (`pip install flash-attn-4`), else the one PyTorch brings. The one
+key that a row sees at each depth 1 .. k is merged into its output by a small kernel:
 
     lse' = log(exp(lse) + sum_i exp(s_i)),   out' = out * exp(lse - lse') + sum_i v_i * exp(s_i - lse')
 
