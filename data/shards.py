@@ -77,7 +77,12 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.close() if kind is None else self.abandon()
+        if kind is None:
+            self.close()
+        elif self._lanes is not None and isinstance(error, OSError) and error is self._lanes.failure:
+            self.fail(error)  # `submit` raised it
+        else:
+            self.abandon()
 
     def write(self, record: Record) -> None:
         """Adds one record to the shard at hand, and finishes the shard if it is large enough.
@@ -94,8 +99,8 @@ class ShardWriter:
     def submit(self, record: Record) -> Future:
         """`write` without waiting: done when the record is in its shard's file; `close` says whether all went well.
 
-        Raises ValueError if the record does not belong here; what an earlier shard could not be finished for; the future
-        raises OSError if the disk is full.
+        Raises ValueError if the record does not belong here, and what an earlier shard could not be finished for, an
+        OSError if the disk is full; so does the future. The writer's `with` block turns that into what to do.
         """
         if self._lanes.failure is not None:
             raise self._lanes.failure

@@ -14,10 +14,11 @@ from data.shards import ShardWriter
 from tests.records import PROVENANCE, no_room_for, record_of
 
 
-def write(folder: Path, *, lanes: int, count: int = 24) -> Path:
+def write(folder: Path, *, lanes: int, count: int = 24, seconds_each: float = 0.0) -> Path:
     with ShardWriter(folder, provenance=PROVENANCE, split="train", shard_bytes=9000, lanes=lanes) as writer:
         for i in range(count):
             writer.submit(record_of(f"r{i}", num_tokens=3 + i % 7))
+            time.sleep(seconds_each)
     return folder
 
 
@@ -37,11 +38,12 @@ def test_lanes_change_no_byte_though_later_shards_are_ready_first(tmp_path, monk
     assert all((one / name).read_bytes() == (four / name).read_bytes() for name in files)
 
 
-def test_a_shard_that_cannot_be_written_takes_the_later_ones_with_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("found", ["at the end", "by a later submit"])
+def test_a_shard_that_cannot_be_written_takes_the_later_ones_with_it(tmp_path, monkeypatch, found):
     """Else a dataset would have a hole where its order says there is none."""
     no_room_for("r9", monkeypatch)
     with pytest.raises(ValueError, match="No space left on device.*free some space"):
-        write(tmp_path, lanes=4)
+        write(tmp_path, lanes=4, seconds_each=0.02 if found == "by a later submit" else 0.0)
     kept = finished_ids(tmp_path)
     assert kept and kept == {f"r{i}" for i in range(len(kept))} and len(kept) <= 9
     assert not [file.name for file in tmp_path.iterdir() if file.name.endswith(".tmp")]
