@@ -9,48 +9,68 @@ import json
 import os
 import tarfile
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from data.encoding import Layout, encode
 from data.growing import GrowingFile
 from data.manifest import Entry, ShardInfo, write_index
-from data.schema import Provenance, Record, encode, encoded_bytes, safe_key
+from data.schema import Provenance, Record, safe_key
 
 _TAR_BLOCK = 512
+
+
+class Planned(NamedTuple):
+    """A record that has its place in a shard: what stands beside it, as json."""
+
+    record: Record
+    about: bytes
+    num_supervised: int
 
 
 class OpenShard:
     """A shard that is being filled; everything but `plan` happens in its lane's thread."""
 
     def __init__(self, out: Path, name: str, *, split: str, provenance: Provenance) -> None:
-        self.out, self.name, self.split, self.provenance = out, name, split, provenance
+        self.out, self.name, self.split, self._layout = out, name, split, Layout(provenance)
         self.planned_bytes = 0  # what it will have, with all that was submitted
         self.path = out / f".{name}.tmp"
         self._file: GrowingFile | None = None
         self._entries: list[Entry] = []
         self.broken: OSError | None = None  # half a record may be in it
 
-    def plan(self, record: Record) -> None:
+    def plan(self, record: Record) -> Planned:
         """Counts a record before it is encoded."""
-        sizes = (len(_about(record)), encoded_bytes(record.num_tokens, self.provenance))
-        self.planned_bytes += sum(_TAR_BLOCK + size + -size % _TAR_BLOCK for size in sizes)
+        num_supervised = int(record.loss_mask.sum())
+        about = {
+            "id": record.id,
+            "source": record.source,
+            "split": record.split,
+            "num_tokens": record.num_tokens,
+            "num_supervised": num_supervised,
+        }
+        planned = Planned(record, json.dumps(about).encode(), num_supervised)
+        for size in (len(planned.about), self._layout.num_bytes(record.num_tokens)):
+            self.planned_bytes += _TAR_BLOCK + size + -size % _TAR_BLOCK
+        return planned
 
-    def add(self, record: Record) -> None:
+    def add(self, planned: Planned) -> None:
         """Raises OSError if the disk is full, ValueError if the codec cannot store the record."""
-        header, tensors = encode(record, self.provenance.codec)
-        payload = [memoryview(header), *(memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in tensors)]
-        key = safe_key(record.id)
-        chunks, _ = _member(f"{key}.json", [memoryview(_about(record))])
-        states, size = _member(f"{key}.safetensors", payload)
+        record, about = planned.record, planned.about
+        header, tensors = encode(record, self._layout)
+        columns = [memoryview(tensor.view(torch.uint8).numpy()).cast("B") for tensor in tensors]
+        size, key = len(header) + sum(map(len, columns)), safe_key(record.id)
+        before = b"".join(
+            (member(f"{key}.json", len(about)), about, padding(len(about)), member(f"{key}.safetensors", size), header)
+        )
         if self._file is None:
             self._file = GrowingFile(self.path)
-        offset = self._file.size + sum(chunk.nbytes for chunk in (*chunks, states[0]))
-        self._file.append([*chunks, *states])
-        self._entries.append(
-            Entry(record.id, record.source, record.num_tokens, int(record.loss_mask.sum()), offset, size)
-        )
+        offset = self._file.size + len(before) - len(header)
+        self._file.append([before, *columns, padding(size)])
+        self._entries.append(Entry(record.id, record.source, record.num_tokens, planned.num_supervised, offset, size))
 
     def finish(self) -> ShardInfo | None:
         """End of archive, to the disk, index, final name: in this order. None if nothing is in it. Raises OSError."""
@@ -58,7 +78,7 @@ class OpenShard:
             raise self.broken
         if self._file is None:
             return None
-        self._file.append([memoryview(bytes(2 * _TAR_BLOCK))])
+        self._file.append([bytes(2 * _TAR_BLOCK)])  # where a tar ends
         sha256 = self._file.finish()
         index_sha256 = write_index(self.out, self.name, self._entries)
         os.replace(self.path, self.out / self.name)
@@ -88,8 +108,7 @@ class Lanes:
         self._threads = [ThreadPoolExecutor(1, f"shard-lane-{number}") for number in range(count)]
         self._committed, self._next = committed, 0
         self._shards: dict[OpenShard, ThreadPoolExecutor] = {}
-        self._last: Future = Future()  # of the shard before
-        self._last.set_result(None)
+        self._last = self._newest = _done()  # shard that was closed; record that was added
         self.failure: Exception | None = None  # why a shard could not be finished, and with it none after it
 
     def open(self, shard: OpenShard) -> None:
@@ -97,12 +116,17 @@ class Lanes:
         self._next += 1
 
     def add(self, shard: OpenShard, record: Record) -> Future:
-        shard.plan(record)
-        return self._shards[shard].submit(self._add, shard, record)
+        self._newest = self._shards[shard].submit(self._add, shard, shard.plan(record))
+        return self._newest
 
-    def _add(self, shard: OpenShard, record: Record) -> None:
+    def add_here(self, shard: OpenShard, record: Record) -> None:
+        """`add` in the caller's thread: who waits for a record anyway need not wait for two threads to wake."""
+        wait([self._newest])  # what was added to the shard before comes before it
+        self._add(shard, shard.plan(record))
+
+    def _add(self, shard: OpenShard, planned: Planned) -> None:
         try:
-            shard.add(record)
+            shard.add(planned)
         except OSError as error:
             shard.broken = error  # no shard after it is finished either: `_finish` waits for the one before
             raise
@@ -135,20 +159,36 @@ class Lanes:
         self._shards.clear()
 
 
-def _about(record: Record) -> bytes:
-    about = {
-        "id": record.id,
-        "source": record.source,
-        "split": record.split,
-        "num_tokens": record.num_tokens,
-        "num_supervised": int(record.loss_mask.sum()),
-    }
-    return json.dumps(about).encode()
+def member(name: str, size: int) -> bytes:
+    """What stands in a tar before a file of `size` bytes, as tarfile makes it of this name in its USTAR_FORMAT.
+
+    Raises ValueError if it does not fit in a tar.
+    """
+    if size >= 8**11:
+        raise ValueError(f"{name} has {size} bytes, a tar holds files below 8 GiB: use a smaller codec=, or less tokens")
+    encoded, octal = name.encode("ascii"), b"%011o" % size
+    block = bytearray(_NAMELESS)
+    block[: len(encoded)], block[124:135] = encoded, octal
+    block[148:155] = b"%06o\0" % (_NAMELESS_SUM + sum(encoded) + sum(octal))
+    return bytes(block)
 
 
-def _member(name: str, chunks: list[memoryview]) -> tuple[list[memoryview], int]:
-    """One file of a tar: its header, its content, padding; and the size of the content in bytes."""
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = sum(chunk.nbytes for chunk in chunks), 0o644
-    header = info.tobuf(tarfile.USTAR_FORMAT)
-    return [memoryview(header), *chunks, memoryview(bytes(-info.size % _TAR_BLOCK))], info.size
+def padding(size: int) -> bytes:
+    """What stands in a tar after a file of `size` bytes."""
+    return bytes(-size % _TAR_BLOCK)
+
+
+def _nameless() -> bytes:
+    info = tarfile.TarInfo()
+    info.mode = 0o644
+    return info.tobuf(tarfile.USTAR_FORMAT)
+
+
+_NAMELESS = _nameless()
+_NAMELESS_SUM = int(_NAMELESS[148:154], 8) - sum(b"0" * 11)  # its checksum, without the size's digits
+
+
+def _done() -> Future:
+    future: Future = Future()
+    future.set_result(None)
+    return future

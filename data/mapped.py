@@ -8,8 +8,9 @@ import struct
 from pathlib import Path
 from typing import IO, Any
 
+from data.encoding import Layout, decode
 from data.manifest import Entry, ShardInfo, read_index
-from data.schema import Provenance, Record, decode, stored_columns
+from data.schema import Provenance, Record
 from data.storage import Remote, Unreachable
 
 
@@ -19,7 +20,7 @@ class Shard:
     def __init__(self, folder: Path, info: ShardInfo, provenance: Provenance) -> None:
         self.folder, self.info, self.provenance = folder, info, provenance
         self.entries = read_index(folder, info)
-        self._columns = stored_columns(provenance)
+        self._layout = Layout(provenance)
         self._file: IO[bytes] | None = None
         self._map: mmap.mmap | None = None
 
@@ -36,21 +37,18 @@ class Shard:
         entry = self.entries[i]
         try:
             buffer, offset = self._bytes(entry, into)
-            columns = decode(buffer, offset=offset, size=entry.size, columns=self._columns)
-            record = Record(id=entry.id, source=entry.source, split=self.info.split, **columns)
-            if record.num_tokens != entry.num_tokens:
-                raise ValueError(f"{record.num_tokens} tokens, the index says {entry.num_tokens}")
+            columns = decode(buffer, offset=offset, size=entry.size, num_tokens=entry.num_tokens, layout=self._layout)
+            return Record(id=entry.id, source=entry.source, split=self.info.split, **columns)
         except Unreachable:
             raise
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, struct.error) as error:
             file = self.folder / self.info.name
             raise ValueError(f"{file} is corrupt at record {entry.id} ({error}): extract again") from error
-        return record
 
     def _bytes(self, entry: Entry, into: bytearray | None) -> tuple[mmap.mmap | bytearray, int]:
         """Where the record's bytes are in memory: a buffer, and the offset in it."""
-        file = self.folder / self.info.name
         if self._file is None:
+            file = self.folder / self.info.name
             if not file.exists() and (remote := Remote.of(self.folder)):
                 if not remote.keep:
                     return remote.read(self.info.name, entry.offset, entry.size), 0

@@ -6,11 +6,9 @@ T tokens of the conversation, A boundaries, H hidden size. See data/batch.py for
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-import json
-import math
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,6 @@ from data.codecs import DTYPES, STATE_COLUMNS, Codec, decode_fp8, encode_fp8
 from data.fingerprints import chat_template_hash, config_hash, tokenizer_hash, weights_fingerprint
 
 SPLITS = ("train", "validation")
-
-_SAFETENSORS_NAMES = {
-    torch.int32: "I32", torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
-}  # fmt: skip
-_COLUMN_ORDER = ("tokens", *STATE_COLUMNS, "loss_mask")
-_ALIGNMENT = 64  # bytes, of the tensors within a file
 
 
 @dataclass(frozen=True)
@@ -175,8 +167,9 @@ def check_record(record: Record, provenance: Provenance) -> None:
         raise ValueError(f"record {record.id}: split {record.split!r}, expected {' or '.join(SPLITS)}")
 
 
+@functools.lru_cache(maxsize=64)
 def stored_columns(provenance: Provenance) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Every column of a dataset's records on disk: dtype, and shape for one token."""
+    """Every column of a dataset's records on disk: dtype, and shape for one token. Not to be changed: all share it."""
     states = Codec.parse(provenance.codec).columns(
         num_boundaries=len(provenance.boundaries), hidden_size=provenance.hidden_size
     )
@@ -188,12 +181,17 @@ def stored(record: Record, codec: Codec) -> Record:
 
     Raises ValueError if the codec stores what the record does not have, or fp8 is to hold what is not finite.
     """
-    columns: dict[str, Any] = dict.fromkeys(STATE_COLUMNS)
+    return dataclasses.replace(record, **(dict.fromkeys(STATE_COLUMNS) | state_columns(record, codec)))
+
+
+def state_columns(record: Record, codec: Codec) -> dict[str, Tensor]:
+    """The columns of STATE_COLUMNS that `stored` leaves in it. Raises ValueError as `stored` does."""
+    columns: dict[str, Tensor] = {}
     for name, stored_as in (("aux", codec.aux), ("last", codec.last)):
         column = getattr(record, name)
         if stored_as == "topk":
             columns |= {name: getattr(record, name) for name in ("top_ids", "top_log_probs", "log_normalizer")}
-            if columns["top_ids"] is None:
+            if any(column is None for column in columns.values()):
                 raise ValueError(f"record {record.id} has no top-k tokens, codec {codec.name} stores them")
         elif column is None:
             raise ValueError(f"record {record.id} has no {name}, codec {codec.name} stores it")
@@ -201,72 +199,4 @@ def stored(record: Record, codec: Codec) -> Record:
             columns[name], columns[f"{name}_scale"] = encode_fp8(column)
         else:
             columns[name] = column.to(DTYPES[stored_as])
-    return dataclasses.replace(record, **columns)
-
-
-def encode(record: Record, codec: str) -> tuple[bytes, list[Tensor]]:
-    """The record as a safetensors file: its header, and the tensors that follow it back to back.
-
-    Their memory is written as it is.
-    """
-    columns = {
-        "tokens": record.tokens.to(torch.int32),
-        **stored(record, Codec.parse(codec)).states(),
-        "loss_mask": record.loss_mask.to(torch.uint8),
-    }
-    shapes = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in columns.items()}
-    header, order, _ = _header(shapes)
-    return header, [columns[name].detach().cpu().contiguous() for name in order]
-
-
-def encoded_bytes(num_tokens: int, provenance: Provenance) -> int:
-    """What `encode` will make of a record of so many tokens."""
-    columns = {name: (dtype, [num_tokens, *shape]) for name, (dtype, shape) in stored_columns(provenance).items()}
-    header, _, size = _header(columns)
-    return len(header) + size
-
-
-def _header(columns: dict[str, tuple[torch.dtype, list[int]]]) -> tuple[bytes, list[str], int]:
-    """The header of a safetensors file, the order of the columns in it, and their bytes after it."""
-    # every tensor starts at a multiple of its element's size
-    order = sorted((name for name in _COLUMN_ORDER if name in columns), key=lambda name: -columns[name][0].itemsize)
-    header: dict[str, Any] = {}
-    offset = 0
-    for name in order:
-        dtype, shape = columns[name]
-        end = offset + dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text, order, offset
-
-
-def decode(
-    buffer: Any, *, offset: int, size: int, columns: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-) -> dict[str, Tensor | None]:
-    """The safetensors file at buffer[offset : offset + size] as columns that share the buffer's memory.
-
-    columns  that must be in it, from `stored_columns`
-    `last` is None where it is none of them. Raises ValueError, KeyError, TypeError or struct.error if the file is
-    damaged or holds other columns: the caller knows its name.
-    """
-    (length,) = struct.unpack_from("<Q", buffer, offset)
-    if length + 8 > size:
-        raise ValueError(f"header of {length} bytes in a record of {size}")
-    header = json.loads(bytes(buffer[offset + 8 : offset + 8 + length]))
-    if header.keys() != columns.keys():
-        raise ValueError(f"columns {', '.join(header)}; expected {', '.join(columns)}")
-    start = offset + 8 + length
-    num_tokens = header["tokens"]["shape"][0]
-    found: dict[str, Tensor | None] = {"last": None}
-    for name, (dtype, shape) in columns.items():
-        column, expected = header[name], [num_tokens, *shape]
-        if (column["dtype"], column["shape"]) != (_SAFETENSORS_NAMES[dtype], expected):
-            raise ValueError(f"{name} is {column['dtype']} {column['shape']}, expected {dtype} {expected}")
-        begin, end = column["data_offsets"]
-        count = math.prod(expected)
-        if start + end > offset + size or begin + count * dtype.itemsize != end or count == 0:
-            raise ValueError(f"{name} ends after the record")
-        found[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start + begin).view(expected)
-    return found
+    return columns

@@ -90,8 +90,8 @@ class ShardWriter:
         The record's memory may still be hashed after that: do not change it.
         """
         try:
-            self.submit(record).result()
-            if self._shard is None:
+            self._lanes.add_here(self._shard_for(record), record)
+            if self._added(record):
                 self._lanes.wait()
         except OSError as error:
             self.fail(error)
@@ -102,6 +102,12 @@ class ShardWriter:
         Raises ValueError if the record does not belong here, and what an earlier shard could not be finished for, an
         OSError if the disk is full; so does the future. The writer's `with` block turns that into what to do.
         """
+        written = self._lanes.add(self._shard_for(record), record)
+        self._added(record)
+        return written
+
+    def _shard_for(self, record: Record) -> OpenShard:
+        """The shard at hand, which is a new one if there was none. Raises what `submit` raises."""
         if self._lanes.failure is not None:
             raise self._lanes.failure
         check_record(record, self.provenance)
@@ -113,11 +119,15 @@ class ShardWriter:
             name, self._number = f"{self.split}-{self._number:06d}.tar", self._number + 1
             self._shard = OpenShard(self.out, name, split=self.split, provenance=self.provenance)
             self._lanes.open(self._shard)
-        written = self._lanes.add(self._shard, record)
+        return self._shard
+
+    def _added(self, record: Record) -> bool:
+        """Whether it was the shard's last."""
         self._ids.add(record.id)
-        if self._shard.planned_bytes >= self.shard_bytes:
+        full = self._shard.planned_bytes >= self.shard_bytes
+        if full:
             self._close_shard()
-        return written
+        return full
 
     def close(self) -> None:
         """Finishes the shards at hand; the writer cannot be used after that."""

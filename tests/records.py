@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.lanes import OpenShard
+from data.lanes import OpenShard, Planned
 from data.schema import Provenance, Record
 from data.shards import ShardWriter
 
@@ -39,10 +39,10 @@ def no_room_for(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the record `id` on the disk is full."""
     add = OpenShard.add
 
-    def full(self: OpenShard, record: Record) -> None:
-        if record.id == id:
+    def full(self: OpenShard, planned: Planned) -> None:
+        if planned.record.id == id:
             raise OSError(errno.ENOSPC, "No space left on device")
-        add(self, record)
+        add(self, planned)
 
     monkeypatch.setattr(OpenShard, "add", full)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from data.lanes import OpenShard
+from data.lanes import OpenShard, member, padding
 from data.manifest import finished_ids
-from data.schema import encode, encoded_bytes
-from data.shards import ShardWriter
+from data.shards import ShardReader, ShardWriter
 from tests.records import PROVENANCE, no_room_for, record_of
 
 
@@ -27,9 +29,9 @@ def test_lanes_change_no_byte_though_later_shards_are_ready_first(tmp_path, monk
     one = write(tmp_path / "one", lanes=1)
     add = OpenShard.add
 
-    def slow(self, record):
+    def slow(self, planned):
         time.sleep(0.05 if self.name.endswith("000000.tar") else 0.0)
-        add(self, record)
+        add(self, planned)
 
     monkeypatch.setattr(OpenShard, "add", slow)
     four = write(tmp_path / "four", lanes=4)
@@ -54,8 +56,41 @@ def test_a_shard_that_cannot_be_written_takes_the_later_ones_with_it(tmp_path, m
     assert finished_ids(tmp_path) == {f"r{i}" for i in range(24)}
 
 
-@pytest.mark.parametrize("num_tokens", [1, 9, 10, 1000])
-def test_the_size_of_a_record_is_known_before_it_is_encoded(num_tokens):
-    header, tensors = encode(record_of("a", num_tokens=num_tokens), PROVENANCE.codec)
-    size = len(header) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    assert encoded_bytes(num_tokens, PROVENANCE) == size
+def test_write_and_submit_keep_the_records_order(tmp_path):
+    """`write` works in the caller's thread, and waits there for what was submitted before."""
+    one = write(tmp_path / "one", lanes=1)
+    mixed = tmp_path / "mixed"
+    with ShardWriter(mixed, provenance=PROVENANCE, split="train", shard_bytes=9000, lanes=2) as writer:
+        for i in range(24):
+            add = writer.write if i % 3 == 2 else writer.submit
+            add(record_of(f"r{i}", num_tokens=3 + i % 7))
+    for file in one.glob("*.*"):
+        assert (mixed / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_record_that_write_refused_can_be_mended_and_written(tmp_path):
+    provenance = replace(PROVENANCE, codec="fp8")
+    good = record_of("a")
+    bad = replace(good, aux=torch.full_like(good.aux, float("nan")))
+    with ShardWriter(tmp_path, provenance=provenance, split="train", shard_bytes=1 << 20) as writer:
+        with pytest.raises(ValueError, match="not finite"):
+            writer.write(bad)
+        writer.write(good)
+    reader = ShardReader(tmp_path, split="train")
+    assert [record.id for record in reader] == ["a"]
+    reader.verify()
+
+
+@pytest.mark.parametrize("name", ["a.json", "record-000123.safetensors", "x" * 77 + ".safetensors"])
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 123_456_789, 8**11 - 1])
+def test_the_header_of_a_member_is_tarfiles(name, size):
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = size, 0o644
+    assert member(name, size) == info.tobuf(tarfile.USTAR_FORMAT)
+    assert (size + len(padding(size))) % 512 == 0 and len(padding(size)) < 512
+
+
+def test_a_record_too_large_for_a_tar_is_refused():
+    """ustar has eleven octal digits for a size."""
+    with pytest.raises(ValueError, match="has 8589934592 bytes, a tar holds files below 8 GiB"):
+        member("a.safetensors", 8**11)

@@ -1,4 +1,4 @@
-"""The record's bytes, and the provenance that data and runs must share."""
+"""What a record must be, and the provenance that data and runs must share."""
 
 from __future__ import annotations
 
@@ -8,52 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 
 from data.config import TargetConfig
 from data.manifest import Manifest
-from data.schema import Provenance, check_record, check_same, decode, difference, encode, safe_key, stored_columns
+from data.schema import Provenance, check_record, check_same, difference, safe_key
 from tests.records import PROVENANCE, record_of
-
-
-def bytes_of(record, codec: str) -> bytes:
-    header, tensors = encode(record, codec)
-    return header + b"".join(t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
-
-
-@pytest.mark.parametrize(("codec", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
-@pytest.mark.parametrize("num_tokens", [1, 3, 8])
-def test_plain_safetensors_reads_a_record(codec: str, dtype: torch.dtype, num_tokens: int):
-    record = record_of("a", num_tokens=num_tokens)
-    columns = safetensors.torch.load(bytes_of(record, codec))
-    assert set(columns) == {"tokens", "loss_mask", "aux", "last"}
-    assert columns["tokens"].dtype == torch.int32 and columns["tokens"].tolist() == record.tokens.tolist()
-    assert columns["loss_mask"].dtype == torch.uint8 and columns["loss_mask"].tolist() == record.loss_mask.tolist()
-    for name in ("aux", "last"):
-        assert columns[name].dtype == dtype and torch.equal(columns[name], getattr(record, name).to(dtype))
-
-
-def test_bf16_rounds_to_nearest_even():
-    """By hand: bf16 keeps 8 bits of 1.x. 1 + 3/256 lies between 1 + 2/256 and 1 + 4/256: a tie, to even."""
-    record = record_of("a", num_tokens=1)
-    values = torch.tensor([1 + 1 / 256, 1 + 3 / 256, 1 + 1.01 / 256, -(1 + 3 / 256), 0.0, 1.0, 2.0, 3.0])
-    record = replace(record, last=values[None])
-    last = safetensors.torch.load(bytes_of(record, "bf16"))["last"][0].float().tolist()
-    assert last == [1.0, 1 + 4 / 256, 1 + 2 / 256, -(1 + 4 / 256), 0.0, 1.0, 2.0, 3.0]
-
-
-def test_decoding_shares_memory_with_the_buffer():
-    content = bytearray(b"x" * 512 + bytes_of(record_of("a"), "bf16"))
-    columns = decode(content, offset=512, size=len(content) - 512, columns=stored_columns(PROVENANCE))
-    content[-1] ^= 1  # loss_mask is the last column
-    assert columns["loss_mask"][-1] == record_of("a").loss_mask[-1].item() ^ 1
-
-
-def test_a_record_that_claims_more_than_there_is_does_not_decode():
-    content = bytes_of(record_of("a"), "bf16")
-    with pytest.raises(ValueError, match="ends after the record"):
-        decode(bytearray(content), offset=0, size=len(content) - 1, columns=stored_columns(PROVENANCE))
 
 
 @pytest.mark.parametrize("id", ["mt_bench-0", "a.b", "a/b", "../../etc", "", "ü", "x" * 300, "two words"])

@@ -21,6 +21,7 @@ import torch
 import webdataset
 
 from data.manifest import Manifest, finished_ids, mark_complete
+from data.schema import Record
 from data.shards import ShardReader, ShardWriter
 from tests.records import PROVENANCE, dataset_of, record_of
 
@@ -61,6 +62,28 @@ def test_plain_webdataset_reads_a_dataset(tmp_path: Path):
             "id": record.id, "source": "test", "split": "train", "num_tokens": 4, "num_supervised": 2
         }  # fmt: skip
         assert torch.equal(safetensors.torch.load(sample["safetensors"])["aux"], record.aux.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("codec", "sha256"),
+    [
+        ("bf16", "26fc25c4335b329dd24e435f5e57a888c893a5381cadadecea5e106d146e10ad"),
+        ("fp8+bf16", "0999543183c15b6307a6a057355098c489ec1c09f3c32619c7aa2ebe5dd02812"),
+    ],
+)
+def test_a_shards_bytes_are_those_of_its_schema_version(tmp_path: Path, codec: str, sha256: str):
+    """As the first writer of version 1 made them: two machines that write the same records write the same shard."""
+    records = []
+    for i, num_tokens in enumerate((1, 9, 120)):
+        values = torch.arange(num_tokens * 4 * 8).view(num_tokens, 4, 8) / 16
+        records.append(
+            Record(
+                id=f"record {i}", source="test", split="train", tokens=torch.arange(num_tokens),
+                loss_mask=torch.arange(num_tokens) % 2, aux=values[:, :3], last=values[:, 3],
+            )
+        )  # fmt: skip
+    dataset_of(tmp_path, records, codec=codec)
+    assert Manifest.load(tmp_path).shards[0].sha256 == sha256
 
 
 def test_plain_tar_reads_a_shard_and_members_are_not_compressed(tmp_path: Path):
