@@ -6,7 +6,11 @@
     read    shards -> every record's tensors in the process's own memory; WebDataset's through safetensors
     batch   shards -> training packs of 8192 tokens, back to back
 
-Medians of GB/s of states. `write_ratio` and `read_ratio` are those of the shape where Eyas gains less.
+GB/s and processor seconds for a GB of states are medians. A ratio is the median over turns: in each, both do the same
+one after the other, in an order that changes, so that what disturbs the machine for longer than a turn disturbs both.
+One turn before them is not counted: it brings in code and memory. Where other programs took more than CALM
+processors of a turn, there are up to twice as many turns, and those that others disturbed least are counted.
+`write_ratio` and `read_ratio` are those of the shape where Eyas gains less.
 """
 
 from __future__ import annotations
@@ -17,14 +21,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import argparse
+import gc
 import json
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import psutil
 import safetensors.torch
 import torch
 import webdataset
@@ -36,6 +42,7 @@ from data.stream import PackDataset
 
 SHARD_BYTES = 500_000_000
 TOKENS_PER_PACK = 8192
+CALM = 0.1  # processors that others may take in the mean of a turn
 DISTINCT = 6  # records in memory; written again and again under new ids
 
 
@@ -79,29 +86,29 @@ class Shape:
 SHAPES = (Shape("kimi", 7168, 61, (500, 2000)), Shape("smollm2", 576, 30, (150, 450)))
 
 
-def numbered(records: list[Record], num_bytes: int, bytes_per_token: int) -> list[tuple[str, Record]]:
+def numbered(records: list[Record], num_bytes: int, bytes_per_token: int) -> list[Record]:
     """The records round and round under new ids, until they are so many bytes."""
     chosen, size = [], 0
     while size < num_bytes:
         record = records[len(chosen) % len(records)]
-        chosen.append((f"record-{len(chosen):06d}", record))
+        chosen.append(replace(record, id=f"record-{len(chosen):06d}"))
         size += record.num_tokens * bytes_per_token
     return chosen
 
 
-def write_eyas(folder: Path, rows: list[tuple[str, Record]], provenance: Provenance) -> None:
+def write_eyas(folder: Path, records: list[Record], provenance: Provenance) -> None:
     with ShardWriter(folder, provenance=provenance, split="train", shard_bytes=SHARD_BYTES) as writer:
-        for id, record in rows:
-            writer.write(Record(**{**record.__dict__, "id": id}))
+        for record in records:
+            writer.write(record)
 
 
-def write_webdataset(folder: Path, rows: list[tuple[str, Record]]) -> None:
+def write_webdataset(folder: Path, records: list[Record]) -> None:
     folder.mkdir()
     with webdataset.ShardWriter(f"{folder}/train-%06d.tar", maxcount=1 << 30, maxsize=SHARD_BYTES, verbose=0) as writer:
-        for id, record in rows:
+        for record in records:
             columns = {name: getattr(record, name) for name in ("tokens", "loss_mask", "aux", "last")}
-            about = {"id": id, "source": record.source, "split": record.split, "num_tokens": record.num_tokens}
-            writer.write({"__key__": id, "json": about, "safetensors": safetensors.torch.save(columns)})
+            about = {name: getattr(record, name) for name in ("id", "source", "split", "num_tokens")}
+            writer.write({"__key__": record.id, "json": about, "safetensors": safetensors.torch.save(columns)})
 
 
 def read_eyas(folder: Path) -> int:
@@ -147,66 +154,120 @@ def batch_webdataset(folder: Path) -> int:
     return count + flush()
 
 
-def rate(num_bytes: int, function: Callable[[], object]) -> float:
-    """GB/s."""
-    started = time.perf_counter()
+@dataclass(frozen=True)
+class Took:
+    """What one side took for one thing in one turn."""
+
+    seconds: float
+    processor_seconds: float  # of all its threads
+    others: float  # processors that everything else on this machine took meanwhile
+
+
+def timed(function: Callable[[], object]) -> Took:
+    gc.collect()
+    busy, processor, started = _busy_seconds(), time.process_time(), time.perf_counter()
     function()
-    return num_bytes / (time.perf_counter() - started) / 1e9
+    seconds, own = time.perf_counter() - started, time.process_time() - processor
+    return Took(seconds, own, others=max(_busy_seconds() - busy - own, 0.0) / seconds)
+
+
+def _busy_seconds() -> float:
+    """Of all processors together, what the hypervisor took included."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq + times.steal
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both sides of one turn."""
+
+    eyas: Took
+    webdataset: Took
+
+    @property
+    def ratio(self) -> float:
+        return self.webdataset.seconds / self.eyas.seconds
+
+    @property
+    def others(self) -> float:
+        return max(self.eyas.others, self.webdataset.others)
 
 
 def measure(shape: Shape, folder: Path, *, num_bytes: int, repeats: int) -> dict:
-    rows = numbered(shape.records(), num_bytes, shape.bytes_per_token)
-    size = sum(record.num_tokens for _, record in rows) * shape.bytes_per_token
+    records = numbered(shape.records(), num_bytes, shape.bytes_per_token)
+    gigabytes = sum(record.num_tokens for record in records) * shape.bytes_per_token / 1e9
     ours, theirs = folder / "eyas", folder / "webdataset"
-    rates: dict[str, list[float]] = {}
-    for _ in range(repeats):
-        for name, target, function in (
-            ("webdataset_write", theirs, lambda: write_webdataset(theirs, rows)),
-            ("webdataset_read", theirs, lambda: read_webdataset(theirs)),
-            ("webdataset_batch", theirs, lambda: batch_webdataset(theirs)),
-            ("eyas_write", ours, lambda: write_eyas(ours, rows, shape.provenance())),
-            ("eyas_read", ours, lambda: read_eyas(ours)),
-            ("eyas_batch", ours, lambda: batch_eyas(ours)),
-        ):
-            rates.setdefault(name, []).append(rate(size, function))
-            if name.endswith("batch"):
-                shutil.rmtree(target)
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    ratios = {
-        f"{what}_ratio": medians[f"eyas_{what}"] / medians[f"webdataset_{what}"] for what in ("write", "read", "batch")
+    sides: dict[str, dict[str, Callable[[], object]]] = {
+        "write": {
+            "eyas": lambda: write_eyas(ours, records, shape.provenance()),
+            "webdataset": lambda: write_webdataset(theirs, records),
+        },
+        "read": {"eyas": lambda: read_eyas(ours), "webdataset": lambda: read_webdataset(theirs)},
+        "batch": {"eyas": lambda: batch_eyas(ours), "webdataset": lambda: batch_webdataset(theirs)},
     }
-    rounded = {name: round(value, 5) for name, value in (medians | ratios).items()}
-    return {
-        **rounded,
-        "records": len(rows),
-        "gigabytes": round(size / 1e9, 3),
-        "bytes_per_token": shape.bytes_per_token,
-    }
+    pairs: dict[str, list[Pair]] = {what: [] for what in sides}
+    for number in range(-1, 2 * repeats):  # -1 is not counted
+        for what, functions in sides.items():
+            took = {side: timed(functions[side]) for side in sorted(functions, reverse=number % 2 == 1)}
+            if number >= 0:
+                pairs[what].append(Pair(**took))
+        shutil.rmtree(ours)
+        shutil.rmtree(theirs)
+        if all(sum(pair.others <= CALM for pair in each) >= repeats for each in pairs.values()):
+            break
+    found: dict = {"records": len(records), "gigabytes": gigabytes, "bytes_per_token": shape.bytes_per_token}
+    for what, each in pairs.items():
+        found |= summary(what, sorted(each, key=lambda pair: pair.others)[:repeats], gigabytes=gigabytes)
+    return found
+
+
+def summary(what: str, pairs: list[Pair], *, gigabytes: float) -> dict:
+    found: dict = {}
+    for side in ("eyas", "webdataset"):
+        took = [getattr(pair, side) for pair in pairs]
+        found[f"{side}_{what}"] = statistics.median(gigabytes / one.seconds for one in took)
+        processor_seconds = statistics.median(one.processor_seconds for one in took)
+        found[f"{side}_{what}_processor_seconds_per_gb"] = processor_seconds / gigabytes
+    ratios = sorted(pair.ratio for pair in pairs)
+    found |= {f"{what}_ratio": statistics.median(ratios), f"{what}_ratio_range": [ratios[0], ratios[-1]]}
+    return found | {f"{what}_others": statistics.median(pair.others for pair in pairs)}
+
+
+def rounded(value: object) -> object:
+    """Five digits of every number in it."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where both write: tmpfs, or a disk")
     parser.add_argument("--gigabytes", type=float, default=1.5, help="of states, for each of them")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="turns that are counted")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result: dict = {"gb_per_s": {}, "repeats": options.repeats, "folder": str(options.folder)}
+    shapes: dict[str, dict] = {}
     for shape in SHAPES:
         with tempfile.TemporaryDirectory(prefix="eyas-shards-", dir=options.folder) as folder:
             found = measure(shape, Path(folder), num_bytes=int(options.gigabytes * 1e9), repeats=options.repeats)
-        result["gb_per_s"][shape.name] = found
-        print(f"{shape.name}, {found['records']} records of {found['bytes_per_token']} bytes a token, GB/s:")
+        shapes[shape.name] = found
+        print(f"{shape.name}, {found['records']} records of {found['bytes_per_token']} bytes a token")
         for what in ("write", "read", "batch"):
-            print(
-                f"  {what:>5}  Eyas {found[f'eyas_{what}']:6.2f}   WebDataset {found[f'webdataset_{what}']:6.2f}   "
-                f"ratio {found[f'{what}_ratio']:.2f}"
-            )
-    for what in ("write", "read"):
-        result[f"{what}_ratio"] = min(found[f"{what}_ratio"] for found in result["gb_per_s"].values())
+            low, high = found[f"{what}_ratio_range"]
+            print(f"  {what:>5}  ratio {found[f'{what}_ratio']:.2f} ({low:.2f} to {high:.2f})", end="")
+            for side, name in (("eyas", "Eyas"), ("webdataset", "WebDataset")):
+                spent = found[f"{side}_{what}_processor_seconds_per_gb"]
+                print(f"   {name} {found[f'{side}_{what}']:5.2f} GB/s, {spent:.2f} processor s/GB", end="")
+            print(f"   others {found[f'{what}_others']:.1f}")
+    result = {f"{what}_ratio": min(found[f"{what}_ratio"] for found in shapes.values()) for what in ("write", "read")}
     print(f"write_ratio {result['write_ratio']:.2f}, read_ratio {result['read_ratio']:.2f}")
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        about = {"repeats": options.repeats, "folder": str(options.folder)}
+        content = rounded({**result, **about, "gb_per_s": shapes})
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ _GATHER_CHUNKS = 500  # at most, below what one writev takes
 _BEHIND_BYTES = 1 << 28  # written and not yet hashed, at most
 _FLUSH_BYTES = 1 << 28  # after so many the disk is told to write, so that it has little left at the file's end
 
-
 Chunk = bytes | memoryview  # a memoryview of bytes, in one dimension
 
 
@@ -55,11 +54,11 @@ class GrowingFile:
     def finish(self) -> str:
         """Everything is on the disk; its sha256."""
         self._write()
-        sha256 = self._digest.result()
-        self._flusher.shutdown()
         if self._flushed is not None:
             self._flushed.result()
-        os.fsync(self._file.fileno())
+        os.fsync(self._file.fileno())  # while the last of it is hashed
+        sha256 = self._digest.result()
+        self._flusher.shutdown()
         self._file.close()
         return sha256
 

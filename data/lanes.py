@@ -70,7 +70,9 @@ class OpenShard:
             self._file = GrowingFile(self.path)
         offset = self._file.size + len(before) - len(header)
         self._file.append([before, *columns, padding(size)])
-        self._entries.append(Entry(record.id, record.source, record.num_tokens, planned.num_supervised, offset, size))
+        self._entries.append(
+            Entry(record.id, record.source, record.num_tokens, planned.num_supervised, offset, size)
+        )
 
     def finish(self) -> ShardInfo | None:
         """End of archive, to the disk, index, final name: in this order. None if nothing is in it. Raises OSError."""
@@ -165,7 +167,7 @@ def member(name: str, size: int) -> bytes:
     Raises ValueError if it does not fit in a tar.
     """
     if size >= 8**11:
-        raise ValueError(f"{name} has {size} bytes, a tar holds files below 8 GiB: use a smaller codec=, or less tokens")
+        raise ValueError(f"{name} has {size} bytes, a tar holds files below 8 GiB: set max_tokens, or another codec")
     encoded, octal = name.encode("ascii"), b"%011o" % size
     block = bytearray(_NAMELESS)
     block[: len(encoded)], block[124:135] = encoded, octal
