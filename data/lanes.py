@@ -40,7 +40,7 @@ class OpenShard:
         self.path = out / f".{name}.tmp"
         self._file: GrowingFile | None = None
         self._entries: list[Entry] = []
-        self.broken: OSError | None = None  # half a record may be in it
+        self.broken: BaseException | None = None  # half a record may be in it
 
     def plan(self, record: Record) -> Planned:
         """Counts a record before it is encoded."""
@@ -75,7 +75,10 @@ class OpenShard:
         )
 
     def finish(self) -> ShardInfo | None:
-        """End of archive, to the disk, index, final name: in this order. None if nothing is in it. Raises OSError."""
+        """End of archive, to the disk, index, final name: in this order. None if nothing is in it.
+
+        Raises OSError, and again what a record was interrupted by.
+        """
         if self.broken is not None:
             raise self.broken
         if self._file is None:
@@ -110,7 +113,9 @@ class Lanes:
         self._threads = [ThreadPoolExecutor(1, f"shard-lane-{number}") for number in range(count)]
         self._committed, self._next = committed, 0
         self._shards: dict[OpenShard, ThreadPoolExecutor] = {}
-        self._last = self._newest = _done()  # shard that was closed; record that was added
+        self._last: Future = Future()  # of the shard before
+        self._last.set_result(None)
+        self._newest: Future | None = None  # of the records that were added
         self.failure: Exception | None = None  # why a shard could not be finished, and with it none after it
 
     def open(self, shard: OpenShard) -> None:
@@ -123,13 +128,17 @@ class Lanes:
 
     def add_here(self, shard: OpenShard, record: Record) -> None:
         """`add` in the caller's thread: who waits for a record anyway need not wait for two threads to wake."""
-        wait([self._newest])  # what was added to the shard before comes before it
+        if self._newest is not None:  # what was added to the shard before comes before it
+            wait([self._newest])
+            self._newest = None
         self._add(shard, shard.plan(record))
 
     def _add(self, shard: OpenShard, planned: Planned) -> None:
         try:
             shard.add(planned)
-        except OSError as error:
+        except ValueError:  # nothing of it is in the file
+            raise
+        except BaseException as error:  # a full disk, an interrupted `write`
             shard.broken = error  # no shard after it is finished either: `_finish` waits for the one before
             raise
 
@@ -188,9 +197,3 @@ def _nameless() -> bytes:
 
 _NAMELESS = _nameless()
 _NAMELESS_SUM = int(_NAMELESS[148:154], 8) - sum(b"0" * 11)  # its checksum, without the size's digits
-
-
-def _done() -> Future:
-    future: Future = Future()
-    future.set_result(None)
-    return future

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 import time
 from dataclasses import replace
@@ -79,6 +80,28 @@ def test_a_record_that_write_refused_can_be_mended_and_written(tmp_path):
     reader = ShardReader(tmp_path, split="train")
     assert [record.id for record in reader] == ["a"]
     reader.verify()
+
+
+def test_a_shard_that_was_interrupted_in_a_record_is_not_finished(tmp_path, monkeypatch):
+    """Ctrl-C stops the caller between any two of its steps; who catches it and closes gets the shards before."""
+    writev = os.writev
+
+    def interrupted(descriptor, chunks):
+        writev(descriptor, [memoryview(chunks[0])[:7]])
+        raise KeyboardInterrupt
+
+    writer = ShardWriter(tmp_path, provenance=PROVENANCE, split="train", shard_bytes=1)
+    writer.write(record_of("a"))
+    monkeypatch.setattr("data.growing._GATHER_BYTES", 1)
+    monkeypatch.setattr(os, "writev", interrupted)
+    writer.shard_bytes = 1 << 20
+    with pytest.raises(KeyboardInterrupt):
+        writer.write(record_of("b"))
+    monkeypatch.undo()
+    with pytest.raises(KeyboardInterrupt):
+        writer.close()
+    assert finished_ids(tmp_path) == {"a"}
+    assert not [file.name for file in tmp_path.iterdir() if file.name.endswith(".tmp")]
 
 
 @pytest.mark.parametrize("name", ["a.json", "record-000123.safetensors", "x" * 77 + ".safetensors"])
