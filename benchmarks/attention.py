@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.step import CUDA, DEVICE, DTYPE, free, measure
+from benchmarks.cases import CUDA, DEVICE, DTYPE
+from benchmarks.timing import free, measure
 from train import attention
 from train.attention import Documents
 
@@ -124,7 +125,9 @@ def ways(case: Case, inputs: Inputs) -> dict[str, Callable[[None], None]]:
     if CUDA:
         mask = torch.compile(create_block_mask)(sees(inputs.document), None, None, rows, depths * rows, device=DEVICE)
         flex = torch.compile(flex_attention)
-        found["flex_attention"] = both_ways(lambda q, k, v: flex(q, k, v, block_mask=mask, enable_gqa=True), joined, grad)
+        found["flex_attention"] = both_ways(
+            lambda q, k, v: flex(q, k, v, block_mask=mask, enable_gqa=True), joined, grad
+        )
         from train.kernels.attention import flash_attention_4
 
         found["causal FlashAttention, PyTorch's"] = bare(inputs, None)
@@ -175,13 +178,14 @@ def main() -> None:
         ceiling = min((f["seconds"] for name, f in found.items() if name.startswith("causal")), default=None)
         for name, figures in found.items():
             ratio = figures["seconds"] / ceiling if ceiling else float("nan")
-            line = {"case": case.name, "who": name, "ms": 1e3 * figures["seconds"], "of_ceiling": ratio, "gib": figures["gib"]}
-            lines.append(line)
-            print(f"{case.name:16} {name:34} {line['ms']:9.3f} ms {ratio:6.2f} x the ceiling {line['gib']:6.2f} GiB", flush=True)
+            ms, gib = 1e3 * figures["seconds"], figures["gib"]
+            lines.append({"case": case.name, "who": name, "ms": ms, "of_ceiling": ratio, "gib": gib})
+            print(f"{case.name:16} {name:34} {ms:9.3f} ms {ratio:6.2f} x the ceiling {gib:6.2f} GiB", flush=True)
         del inputs
         free()
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": lines}, indent=1) + "\n")
+        content = {"device": device, "torch": torch.__version__, "rows": lines}
+        Path(arguments.json).write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

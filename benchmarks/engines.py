@@ -21,21 +21,27 @@ import os
 import subprocess
 import tempfile
 import time
-from dataclasses import replace
 
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.step import CASES, CUDA, DEPTHS, DTYPE, Case, random_batch, random_target
+from benchmarks.cases import (
+    CASES,
+    CUDA,
+    DEPTHS,
+    Case,
+    micro_batch,
+    optimizer_config,
+    random_batch,
+    random_module,
+    random_target,
+)
 from data.config import typed
-from train import attention, engine, loss
-from train.config import EngineConfig, OptimConfig
-from train.feed import MicroBatch
-from train.model import Drafter
+from train import engine
+from train.config import EngineConfig
 from train.plan import Engine as Layout
 from train.plan import communication_bytes
 from train.target import Target
-from train.unroll import TrainingTimeTest
 
 ROOT = Path(__file__).resolve().parent.parent
 # name: (conf/engine/..., what is changed in it, optimizer)
@@ -77,11 +83,12 @@ def measure(name: str, case: Case, target: Target, *, packs: int, lane) -> dict:
     kind, changes, optimizer = VARIANTS[name]
     config = engine_config(kind, changes)
     accelerator = engine.accelerator_of(config)  # the same processes, with this engine's DDP settings
-    running = engine.choose(config, module_of(case, target, accelerator.device), optimizer_config(optimizer), accelerator)
+    torch.manual_seed(0)  # the same weights everywhere
+    running = engine.choose(config, random_module(case.shape, target), optimizer_config(optimizer), accelerator)
     if CUDA:
         running.drafter.compile()
     masks = [torch.ones(length, dtype=torch.bool) for length in case.lengths]
-    batches = [micro_batch(case, masks, seed=lane.process_index * packs + i, device=lane.device) for i in range(packs)]
+    batches = [micro_batch(random_batch(case, masks, seed=lane.process_index * packs + i)) for i in range(packs)]
     counts = sum(batch.counted.sum(1) for batch in batches).float() * lane.num_processes  # alike on all
 
     def step(number: int) -> None:
@@ -130,30 +137,8 @@ def finish(lane) -> None:
     lane.wait_for_everyone()
 
 
-def module_of(case: Case, target: Target, device: torch.device) -> TrainingTimeTest:
-    shape, name = case.shape, "fused" if CUDA else "dense"
-    t2d = torch.zeros(shape.vocab_size, dtype=torch.bool)
-    t2d[: shape.draft_vocab_size] = True
-    with torch.device(device):
-        torch.manual_seed(0)
-        drafter = Drafter(shape, d2t=torch.zeros(shape.draft_vocab_size, dtype=torch.int64), t2d=t2d.to(device))
-    return TrainingTimeTest(
-        drafter, target, depths=DEPTHS, gamma=0.8, attention=attention.choose(name), head=loss.choose(name), dtype=DTYPE
-    )
-
-
-def micro_batch(case: Case, masks: list[torch.Tensor], *, seed: int, device: torch.device) -> MicroBatch:
-    batch = random_batch(case, masks, seed=seed)
-    looked_up = MicroBatch.of(replace(batch, aux=batch.aux[:0], last=batch.last[:0]), depths=DEPTHS, bucket=1024)
-    return replace(looked_up, batch=batch).to(device)
-
-
 def engine_config(name: str, changes: dict) -> EngineConfig:
     return typed(EngineConfig, OmegaConf.merge(OmegaConf.load(ROOT / f"conf/engine/{name}.yaml"), changes))
-
-
-def optimizer_config(name: str) -> OptimConfig:
-    return OptimConfig(name, 1e-4, [0.9, 0.95], 0.0, 0.0, 0.0, 0.5, None)
 
 
 def launch(gpus: int, engines: list[str], arguments: argparse.Namespace) -> list[dict]:
@@ -191,7 +176,9 @@ def table(rows: list[dict]) -> None:
         if "ms" not in row:
             print(f"{where}  {row['failed']}")
             continue
-        scaling = f"{100 * row['scaling']:6.1f} %  {row['ms_beside_one_gpu']:+7.1f} ms" if row["gpus"] > 1 and "scaling" in row else ""
+        scaling = ""
+        if row["gpus"] > 1 and "scaling" in row:
+            scaling = f"{100 * row['scaling']:6.1f} %  {row['ms_beside_one_gpu']:+7.1f} ms"
         print(f"{where} {row['ms']:9.1f} ms {row['tokens_per_second']:10.0f} tok/s {row['gib']:6.1f} GiB "
               f"{row['gigabytes_sent']:6.2f} GB sent {scaling}")  # fmt: skip
 

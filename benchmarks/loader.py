@@ -127,7 +127,8 @@ def main() -> None:
                 total = int(ShardReader(Path(folder) / "shards", split="train").lengths.sum())
                 for workers in arguments.workers:
                     for pinned in (False, True) if gpu else (False,):
-                        rate = feed(Path(folder) / "shards", workers=workers, pinned=pinned, device=gpu, seconds=arguments.seconds)
+                        options = {"pinned": pinned, "device": gpu, "seconds": arguments.seconds}
+                        rate = feed(Path(folder) / "shards", workers=workers, **options)
                         rows.append(
                             {"shape": shape.name, "codec": codec, "workers": workers, "pinned": pinned, "tokens_per_second": rate,
                              "gigabytes_per_second": rate * size / total / 1e9, "eaten": shape.eaten, "ratio": rate / shape.eaten}
@@ -138,7 +139,8 @@ def main() -> None:
                             flush=True,
                         )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"cores": len(os.sched_getaffinity(0)), "device": name, "rows": rows}, indent=1) + "\n")
+        content = {"cores": len(os.sched_getaffinity(0)), "device": name, "rows": rows}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

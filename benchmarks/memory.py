@@ -23,17 +23,17 @@ def measure(name: str, depths: int) -> dict:
     """GiB that stand between steps, after the forward pass, and at the peak."""
     import torch
 
-    from benchmarks import step
+    from benchmarks.cases import CASES, random_batch, random_target
+    from benchmarks.step import Eyas
+    from benchmarks.timing import free
 
-    step.DEPTHS = depths
-    case = step.CASES[name]
+    case = CASES[name]
     masks = [torch.ones(n, dtype=torch.bool) for n in case.lengths]
-    target = step.random_target(case.shape)
-    eyas = step.Eyas(case, target, fused=True)
-    prepared = eyas.prepare(step.random_batch(case, masks))
+    eyas = Eyas(case, random_target(case.shape), depths=depths)
+    prepared = eyas.prepare(random_batch(case, masks))
     for _ in range(3):
         eyas(prepared)
-    step.free()
+    free()
     torch.cuda.synchronize()
     standing = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -43,7 +43,8 @@ def measure(name: str, depths: int) -> dict:
     summand, _ = eyas.model(*prepared)
     forward = torch.cuda.memory_allocated()
     summand.backward()
-    return {"standing": standing / GIB, "forward": forward / GIB, "peak": peak / GIB, "device": torch.cuda.get_device_name()}
+    found = {"standing": standing, "forward": forward, "peak": peak}
+    return {name: size / GIB for name, size in found.items()} | {"device": torch.cuda.get_device_name()}
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(arguments.cases[0], arguments.depths[0])))
         return
-    from benchmarks.step import CASES
+    from benchmarks.cases import CASES
     from train.plan import memory
 
     lines = []

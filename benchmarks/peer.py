@@ -7,7 +7,7 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from train.model import DrafterShape
+from train.shape import DrafterShape
 
 DEPTH_DECAY = 0.8  # SpecForge's ploss_decay
 

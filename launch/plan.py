@@ -24,8 +24,8 @@ from data.codecs import Codec
 from data.config import typed
 from train import plan
 from train.config import TrainConfig
-from train.model import DrafterShape
 from train.plan import GIB, Engine
+from train.shape import DrafterShape
 
 REFERENCE = ["target=kimi_k25", "drafter=kimi"]
 # Kimi-K2.5's text config.json, as published: enough to plan with before 600 GB are downloaded

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
-from train.model import Drafter, DrafterShape
+from train.model import Drafter
+from train.shape import DrafterShape
 from train.target import Target
 
 VOCAB, HIDDEN, BOUNDARIES, DRAFT_VOCAB = 64, 16, 3, 24

@@ -32,6 +32,7 @@ from train.config import TrainConfig
 from train.engine import accelerator_of
 from train.loop import Trainer
 from train.main import DTYPES
+from train.shape import DrafterShape
 from train.start import first_drafter
 from train.target import Target
 from train.tracking import Tracker
@@ -45,11 +46,12 @@ def run(overrides: list[str]) -> None:
     accelerator = accelerator_of(config.engine)
     path = ensure_target(config.target)
     target = Target.load(path, device=accelerator.device, dtype=DTYPES[config.precision])
+    shape = DrafterShape.resolve(config.drafter, target.config, num_boundaries=len(config.target.boundaries))
     reader, validation = (ShardReader(config.shards, split=split) for split in ("train", "validation"))
     trainer = Trainer(
         config,
         accelerator,
-        drafter=first_drafter(config, target, target_path=path),
+        drafter=first_drafter(config, shape, target=target, target_path=path),
         target=target,
         train_reader=reader,
         validation_reader=validation,

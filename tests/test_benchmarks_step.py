@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention, step
+from benchmarks import attention, step, timing
 from data.prompts import Prompt, PromptSet
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU they measure large shapes")
@@ -22,7 +22,7 @@ def run(monkeypatch, capsys, module, *arguments) -> str:
 
 
 def test_the_step_is_measured_in_every_variant(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(step, "WARMUP", 0)
+    monkeypatch.setattr(timing, "WARMUP", 0)
     said = run(monkeypatch, capsys, step, "--shapes", "tiny", "--json", tmp_path / "step.json")
     assert "no GPU here" in said
     rows = json.loads((tmp_path / "step.json").read_text())["rows"]
@@ -39,7 +39,7 @@ def test_a_mix_of_lengths_is_packed_and_its_supervised_tokens_are_counted(monkey
         for i, (n, m) in enumerate(zip(lengths, masks, strict=True))
     ]
     PromptSet.collect(prompts).save(tmp_path / "prompts")
-    monkeypatch.setattr(step, "WARMUP", 0)
+    monkeypatch.setattr(timing, "WARMUP", 0)
     arguments = ["--shapes", "--prompts", tmp_path / "prompts", "--budget", 160, "--json", tmp_path / "mix.json"]
     run(monkeypatch, capsys, step, *arguments)
     rows = json.loads((tmp_path / "mix.json").read_text())["rows"]

@@ -20,7 +20,8 @@ from data.config import TargetConfig, typed
 from launch.drafting import checked_drafting
 from train.config import DrafterConfig
 from train.export import export
-from train.model import Drafter, DrafterShape
+from train.model import Drafter
+from train.shape import DrafterShape
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = [11, 12, 13, 14]

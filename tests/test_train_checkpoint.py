@@ -20,7 +20,7 @@ from tests.packs import small_drafter, small_target
 from train import checkpoint, optim
 from train.checkpoint import RunState
 from train.config import OptimConfig
-from train.engine import Replicated
+from train.replicated import Replicated
 from train.writer import CheckpointWriter
 
 

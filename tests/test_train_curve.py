@@ -8,7 +8,8 @@ import torch
 from data.batch import Batch
 from train import attention, loss
 from train.attention import Documents
-from train.model import Drafter, DrafterShape
+from train.model import Drafter
+from train.shape import DrafterShape
 from train.target import Target
 from train.unroll import TrainingTimeTest, counted_rows
 

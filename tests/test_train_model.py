@@ -12,7 +12,8 @@ from data.hugging_face import transformers
 from tests.conftest import CONF
 from tests.packs import small_drafter, small_shape, small_target
 from train.config import DrafterConfig
-from train.model import DrafterShape, Rotary
+from train.layers import Rotary
+from train.shape import DrafterShape
 
 TARGET = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -50,7 +51,7 @@ def test_an_mla_targets_scaling_can_be_left_out():
     "changes, words",
     [
         ({"draft_vocab_size": 200000}, "has only 128256 tokens: set drafter.draft_vocab_size=128256 or less"),
-        ({"num_key_value_heads": 5}, "32 attention heads do not divide by 5"),
+        ({"num_key_value_heads": 5}, "num_attention_heads is 32: it must be a multiple of drafter.num_key_value_heads, 5"),
         ({"head_dim": 33}, "even number"),
         ({"depths": 0}, "at least one draft"),
         ({"fc_norm": True, "norm_before_fc": True}, "exclude each other"),

@@ -9,7 +9,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.step import KIMI, LLAMA_8B
+from benchmarks.cases import KIMI, LLAMA_8B
 from data.config import typed
 from data.shards import ShardReader
 from tests.datasets import write_dataset
@@ -18,9 +18,9 @@ from train import attention, loss, optim, plan
 from train.attention import Documents
 from train.briefing import briefing
 from train.config import OptimConfig, TrainConfig
-from train.model import DrafterShape
 from train.plan import GIB, Engine
 from train.progress import Meter, described
+from train.shape import DrafterShape
 from train.target import Target
 from train.unroll import TrainingTimeTest, counted_rows
 

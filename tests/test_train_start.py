@@ -15,6 +15,7 @@ from data.config import typed
 from tests.conftest import CONF
 from tests.targets import layer_ids, random_drafter
 from train.config import TrainConfig
+from train.shape import DrafterShape
 from train.start import first_drafter
 from train.target import Target
 
@@ -47,7 +48,9 @@ def config_of(folder: Path, tiny_llama, *overrides: str) -> TrainConfig:
 
 
 def start(folder: Path, target: Target, tiny_llama, *overrides: str):
-    return first_drafter(config_of(folder, tiny_llama, *overrides), target, target_path=Path(tiny_llama.path))
+    config = config_of(folder, tiny_llama, *overrides)
+    shape = DrafterShape.resolve(config.drafter, target.config, num_boundaries=len(config.target.boundaries))
+    return first_drafter(config, shape, target=target, target_path=Path(tiny_llama.path))
 
 
 def change(folder: Path, **values) -> None:

@@ -64,7 +64,9 @@ class Documents:
 
     def to(self, device: torch.device | str) -> Documents:
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{n: t.to(device, non_blocking=True) for n, t in tensors.items() if isinstance(t, Tensor)})
+        return replace(
+            self, **{n: t.to(device, non_blocking=True) for n, t in tensors.items() if isinstance(t, Tensor)}
+        )
 
 
 def dense(query: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents) -> Tensor:

@@ -12,9 +12,9 @@ from data.shards import ShardReader
 from data.stream import plan_epoch
 from train import plan
 from train.config import TrainConfig
-from train.model import DrafterShape
 from train.plan import GIB, Engine
 from train.progress import device_name
+from train.shape import DrafterShape
 
 
 def briefing(
@@ -62,7 +62,9 @@ def _steps(config: TrainConfig, reader: ShardReader) -> tuple[int, int]:
     return config.epochs * len(epoch), fullest
 
 
-def _memory(config: TrainConfig, shape: DrafterShape, engine: Engine, *, tokens: int, device: torch.device | None) -> str:
+def _memory(
+    config: TrainConfig, shape: DrafterShape, engine: Engine, *, tokens: int, device: torch.device | None
+) -> str:
     if device is None or config.attention != "fused":
         return ""  # the estimate is of the fused step
     parts = plan.memory(

@@ -16,16 +16,25 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from data.config import fingerprint, write_atomically
 from train.config import TrainConfig
-from train.model import DrafterShape
+from train.shape import DrafterShape
 
 PREFIX = "step-"
 FILES = ("drafter", "average", "optimizer")
+
+
+class Stored(NamedTuple):
+    """One whole tensor of a checkpoint: in which of its files, under which name."""
+
+    file: str  # one of FILES
+    name: str
+    tensor: Tensor
 
 
 @dataclass
@@ -68,7 +77,7 @@ class RunState:
         )
 
     def check_continues(self, checkpoint: Path, found: RunState) -> None:
-        """Raises ValueError naming both sides where `found`, read from `checkpoint`, is of another run than this one."""
+        """Raises ValueError naming both sides where `found`, read from `checkpoint`, is of another run than this."""
         changed = [
             f"{key}={found.fingerprint.get(key)} there, {value} here"
             for key, value in self.fingerprint.items()
@@ -128,7 +137,9 @@ def read_state(checkpoint: Path) -> RunState:
     try:
         return RunState(**json.loads((checkpoint / "state.json").read_text()))
     except (OSError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{checkpoint} is no checkpoint ({error}): give a folder such as RUN/checkpoints/step-000519") from error
+        raise ValueError(
+            f"{checkpoint} is no checkpoint ({error}): give a folder such as RUN/checkpoints/step-000519"
+        ) from error
 
 
 def read_tensors(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
@@ -144,7 +155,7 @@ def load_weights(module: nn.Module, tensors: Mapping[str, Tensor], *, where: Pat
 
 
 def check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, where: Path | str) -> None:
-    """Raises ValueError that lists what of `found`, from `where`, is not a drafter like `expected`, with both shapes."""
+    """Raises ValueError that lists, with both shapes, what of `found`, from `where`, is not as `expected`."""
     wrong = [
         f"{name}: found {list(found[name].shape) if name in found else 'nothing'}, "
         f"expected {list(expected[name].shape) if name in expected else 'no such tensor'}"

@@ -134,7 +134,7 @@ class TrackerConfig:
     run_name: str | None
     mode: str  # auto = online when logged in, else offline | online | offline | disabled
     dollars_per_gpu_hour: float | None  # for the summary's dollars
-    peak_tflops: float | None  # dense bf16, of one device, for MFU; null: train/plan.py knows the device, or there is none
+    peak_tflops: float | None  # dense bf16, of one device, for MFU; null: what train/plan.py knows of the device
 
     def __post_init__(self):
         if self.name not in ("wandb", "tensorboard", "none"):
@@ -163,7 +163,7 @@ class TrainConfig:
     precision: str  # bf16 | fp32: what matrix products run in; masters, softmax and loss are float32 always.
     # fp8: the MLP's products in float8, the others in bf16. fp64 is for proofs: masters too, on ddp
     activation_checkpointing: str  # none | mlp | layer: what the backward pass computes again to save memory
-    measure_every_steps: int  # of them, one counts hits and alpha: the teacher's whole vocabulary is read for nothing else
+    measure_every_steps: int  # one of so many counts hits and alpha, which alone need the teacher's whole vocabulary
     attention: str  # dense | fused
     compile: bool  # torch.compile around attention and the head
     log_every_steps: int

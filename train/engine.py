@@ -10,35 +10,22 @@ may go on under another engine and on another number of processes. Every method 
 
 from __future__ import annotations
 
-import copy
-import gc
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from train import optim
+from train.checkpoint import Stored
 from train.config import EngineConfig, OptimConfig
 from train.metrics import DepthSums
 from train.model import Drafter
+from train.replicated import Replicated
 from train.unroll import TrainingTimeTest
-
-ADAMW_STATE = ("exp_avg", "exp_avg_sq")
-
-
-class Stored(NamedTuple):
-    """One whole tensor of a checkpoint: in which of its files, under which name."""
-
-    file: str  # drafter | average | optimizer
-    name: str
-    tensor: Tensor
+from train.zero import Zero, ZeroThree
 
 
 class Engine(Protocol):
@@ -47,7 +34,7 @@ class Engine(Protocol):
     drafter: Drafter
 
     def accumulate(self, *inputs: Any, last: bool) -> DepthSums:
-        """Forward and backward pass of one micro-batch; `last` of its step: then gradients are summed over processes."""
+        """Forward and backward pass of one micro-batch; with the `last` of a step gradients are summed over processes."""
 
     def step(self, lr: float) -> Tensor:
         """Clip, update the masters and their average; returns the norm of the gradients before clipping."""
@@ -92,275 +79,3 @@ def choose(config: EngineConfig, module: TrainingTimeTest, optimizer: OptimConfi
         return Replicated(module, optimizer, accelerator)
     kind = ZeroThree if config.name == "zero3" else Zero
     return kind(config, module, optimizer, accelerator)
-
-
-class Replicated:
-    """One process, or DDP."""
-
-    def __init__(self, module: TrainingTimeTest, config: OptimConfig, accelerator: Accelerator):
-        self.drafter, self.config, self.accelerator = module.drafter, config, accelerator
-        self.average = optim.averaged(self.drafter, config)
-        self.optimizers = optim.build(self.drafter, config)
-        self.model = accelerator.prepare(module)
-
-    def accumulate(self, *inputs: Any, last: bool) -> DepthSums:
-        ranks = self.accelerator.num_processes
-        with nullcontext() if last or ranks == 1 else self.accelerator.no_sync(self.model):
-            summand, sums = self.model(*inputs)
-            self.accelerator.backward(summand * ranks)  # DDP averages over the processes: the sum is what is wanted
-        return sums
-
-    def step(self, lr: float) -> Tensor:
-        optim.set_learning_rate(self.optimizers, lr)
-        norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), self.config.max_grad_norm)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
-            self.average.update_parameters(self.drafter)
-        return norm
-
-    def served(self) -> Drafter:
-        return self.drafter if self.average is None else self.average.module
-
-    def stored(self) -> Iterator[Stored]:
-        yield from (Stored("drafter", name, tensor) for name, tensor in self.drafter.state_dict().items())
-        if self.average is not None:
-            yield from (Stored("average", name, tensor) for name, tensor in self.average.module.state_dict().items())
-        names = {id(p): name for name, p in self.drafter.named_parameters()}
-        for optimizer in self.optimizers:
-            for parameter, state in optimizer.state.items():
-                yield from (Stored("optimizer", f"{names[id(parameter)]}/{key}", x) for key, x in state.items())
-
-    def restore(self, average: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
-        _restore_average(self.average, average)
-        names = {id(p): name for name, p in self.drafter.named_parameters()}
-        for one in self.optimizers:
-            for group in one.param_groups:
-                for parameter in group["params"]:
-                    prefix = names[id(parameter)] + "/"
-                    mine = {n.removeprefix(prefix): t for n, t in optimizer.items() if n.startswith(prefix)}
-                    keep = not group.get("fused")  # PyTorch's steps lie on the CPU, unless the optimizer is fused
-                    if mine:
-                        one.state[parameter] = {
-                            n: t.clone() if n == "step" and keep else t.to(parameter.device, copy=True)
-                            for n, t in mine.items()
-                        }
-
-    def close(self) -> None:
-        self.accelerator.free_memory()
-
-
-class Zero:
-    """DeepSpeed's ZeRO-1 and ZeRO-2: weights whole everywhere, the rest of it cut into flat pieces. AdamW only."""
-
-    def __init__(
-        self, config: EngineConfig, module: TrainingTimeTest, optimizer: OptimConfig, accelerator: Accelerator
-    ):
-        self.drafter, self.accelerator = module.drafter, accelerator
-        deepspeed = _deepspeed(accelerator.device)
-        self.average = self._averaged(optimizer)
-        (self.adamw,) = optim.build(self.drafter, optimizer)
-        settings = _settings(config, max_grad_norm=optimizer.max_grad_norm, device=accelerator.device)
-        self.engine, *_ = deepspeed.initialize(model=self._wrapped(module), optimizer=self.adamw, config=settings)
-
-    def _wrapped(self, module: TrainingTimeTest) -> torch.nn.Module:
-        return module
-
-    def _averaged(self, config: OptimConfig):
-        return optim.averaged(self.drafter, config)
-
-    def accumulate(self, *inputs: Any, last: bool) -> DepthSums:
-        self.engine.set_gradient_accumulation_boundary(last)
-        summand, sums = self.engine(*inputs)
-        self.engine.backward(summand * self.accelerator.num_processes)  # it averages, as DDP does
-        return sums
-
-    def step(self, lr: float) -> Tensor:
-        optim.set_learning_rate([self.adamw], lr)
-        self.engine.step()  # clips, updates and clears
-        if self.average is not None:
-            self._update_average()
-        return torch.as_tensor(self.engine.get_global_grad_norm())
-
-    def _update_average(self) -> None:
-        self.average.update_parameters(self.drafter)
-
-    def served(self) -> Drafter:
-        return self.drafter if self.average is None else self.average.module
-
-    def stored(self) -> Iterator[Stored]:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        yield from (Stored("drafter", name, tensor) for name, tensor in self._whole_weights().items())
-        if self.average is not None:
-            yield from (Stored("average", name, tensor) for name, tensor in self._whole_average().items())
-        steps = [state["step"] for state in self.adamw.state.values()]
-        if not steps:
-            return  # before the first step
-        self._link_state()
-        for name, parameter in self.drafter.named_parameters():
-            yield Stored("optimizer", f"{name}/step", steps[0])
-            for key in ADAMW_STATE:
-                yield Stored("optimizer", f"{name}/{key}", safe_get_full_optimizer_state(parameter, key))
-
-    def _whole_weights(self) -> dict[str, Tensor]:
-        return self.drafter.state_dict()
-
-    def _whole_average(self) -> dict[str, Tensor]:
-        return self.average.module.state_dict()
-
-    def restore(self, average: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
-        _restore_average(self.average, average)
-        if not optimizer:
-            return
-        fused = any(group.get("fused") for group in self.adamw.param_groups)
-        step = next(tensor for name, tensor in optimizer.items() if name.endswith("/step"))
-        for piece in self._pieces():  # as AdamW's first step would make it
-            zeros = {key: torch.zeros_like(piece) for key in ADAMW_STATE}
-            self.adamw.state[piece] = {"step": step.to(piece.device if fused else "cpu", copy=True), **zeros}
-        self._link_state()
-        for name, parameter in self.drafter.named_parameters():
-            for key in ADAMW_STATE:
-                whole = optimizer[f"{name}/{key}"].to(self.accelerator.device)
-                safe_set_full_optimizer_state(parameter, whole, key)
-
-    def close(self) -> None:
-        self.engine.destroy()
-        del self.engine
-        gc.collect()  # what is left to the end of the process can abort it
-
-    def _pieces(self) -> list[Tensor]:
-        """This process's flat pieces of the float32 masters, which are what AdamW sees."""
-        return list(self.engine.optimizer.single_partition_of_fp32_groups)
-
-    def _link_state(self) -> None:
-        """Let DeepSpeed find AdamW's state of every parameter: by itself it looks after the first group's step only."""
-        self.engine.optimizer._hp_optimizer_states_linked = False
-        self.engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-class ZeroThree(Zero):
-    """DeepSpeed's ZeRO-3: the weights are cut too, and so is their average."""
-
-    def _wrapped(self, module: TrainingTimeTest) -> torch.nn.Module:
-        return OneModule(module)
-
-    def _averaged(self, config: OptimConfig) -> ShardAverage | None:
-        self.template = copy.deepcopy(self.drafter).requires_grad_(False).to("meta")
-        return None if config.ema is None else ShardAverage(config.ema)
-
-    def _update_average(self) -> None:
-        self.average.update([parameter.ds_tensor for parameter in self.drafter.parameters()])
-
-    def served(self) -> Drafter:
-        drafter = copy.deepcopy(self.template).to_empty(device=self.accelerator.device)
-        drafter.rotary = copy.deepcopy(self.drafter.rotary)  # its table is in no state dict
-        drafter.load_state_dict(self._whole_weights() if self.average is None else self._whole_average())
-        return drafter
-
-    def _whole_weights(self) -> dict[str, Tensor]:
-        return self._whole([parameter.ds_tensor for parameter in self.drafter.parameters()])
-
-    def _whole_average(self) -> dict[str, Tensor]:
-        if not self.average.shards:  # before the first step
-            return self._whole_weights()
-        return self._whole(self.average.shards)
-
-    def _whole(self, shards: list[Tensor]) -> dict[str, Tensor]:
-        """Every process's shards put together, and the vocabulary map, which is not cut."""
-        whole = {}
-        for (name, parameter), shard in zip(self.drafter.named_parameters(), shards, strict=True):
-            flat = shard.new_empty(shard.numel() * self.accelerator.num_processes)
-            if self.accelerator.num_processes > 1:
-                dist.all_gather_into_tensor(flat, shard.detach().contiguous())
-            else:
-                flat.copy_(shard.detach())
-            whole[name] = flat[: parameter.ds_numel].view(parameter.ds_shape)
-        return whole | {name: self.drafter.get_buffer(name) for name in ("d2t", "t2d")}
-
-    def restore(self, average: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
-        if self.average is not None:
-            self.average.shards = [
-                self._shard(average[name], of=parameter) for name, parameter in self.drafter.named_parameters()
-            ]
-        kept, self.average = self.average, None
-        super().restore({}, optimizer)
-        self.average = kept
-
-    def _shard(self, whole: Tensor, *, of: Tensor) -> Tensor:
-        """This process's part of a whole tensor, cut as DeepSpeed cuts: equal parts, the last one padded."""
-        size, rank = of.ds_tensor.numel(), self.accelerator.process_index
-        flat = torch.zeros(size * self.accelerator.num_processes, dtype=whole.dtype)
-        flat[: whole.numel()] = whole.flatten()
-        return flat[rank * size : (rank + 1) * size].to(self.accelerator.device)
-
-    def _pieces(self) -> list[Tensor]:
-        return list(self.engine.optimizer.fp32_partitioned_groups_flat)
-
-    def _link_state(self) -> None:
-        pass  # ZeRO-3 looks its state up each time
-
-
-class OneModule(torch.nn.Module):
-    """The step as a module without children: ZeRO-3 gathers weights for a module when it is called, and the step
-    reads all of them at once, from the drafter's modules that it never calls."""
-
-    def __init__(self, module: TrainingTimeTest):
-        super().__init__()
-        self.step = [module]  # in a list: no child
-        for name, parameter in module.drafter.named_parameters():
-            self.register_parameter(name.replace(".", "/"), parameter)  # the same objects: what is gathered is seen there
-
-    def forward(self, *inputs: Any) -> tuple[Tensor, DepthSums]:
-        return self.step[0](*inputs)
-
-
-class ShardAverage:
-    """The exponential moving average of this process's shards; the first update copies them, as PyTorch's does."""
-
-    def __init__(self, decay: float):
-        self.shards: list[Tensor] = []
-        self.move = get_ema_multi_avg_fn(decay)
-
-    @torch.no_grad()
-    def update(self, shards: list[Tensor]) -> None:
-        if not self.shards:
-            self.shards = [shard.detach().clone() for shard in shards]
-        else:
-            self.move(self.shards, shards, None)
-
-
-def _restore_average(average, tensors: dict[str, Tensor]) -> None:
-    if average is not None:
-        average.module.load_state_dict(tensors)
-        average.n_averaged.fill_(1)  # not 0, which would make the next update a copy
-
-
-def _deepspeed(device: torch.device) -> Any:
-    """The package, told to use this device. Raises ValueError where it is not installed."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise ValueError(f"engine=zero1 to zero3 need DeepSpeed ({error}): pip install deepspeed, or engine=ddp") from error
-    if device.type == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 80 s of compiling; gloo does the same
-    deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
-    return deepspeed
-
-
-def _settings(config: EngineConfig, *, max_grad_norm: float, device: torch.device) -> dict:
-    """DeepSpeed's configuration: conf/engine/, and what Eyas has said elsewhere already."""
-    settings = copy.deepcopy(dict(config.deepspeed))
-    zero = settings["zero_optimization"]
-    zero["reduce_bucket_size"] = config.bucket_mb * 2**20 // 4  # in numbers, of float32
-    if device.type == "cpu":
-        zero["overlap_comm"] = False
-    settings["communication_data_type"] = config.gradient_dtype
-    settings["gradient_clipping"] = max_grad_norm
-    return settings

@@ -30,9 +30,9 @@ from data.shards import ShardReader
 from data.storage import local_folder
 from data.stream import PackDataset
 from train import attention
+from train.attention import Documents
 from train.config import EvaluateConfig
 from train.export import load_drafter
-from train.attention import Documents
 from train.loss import PLAIN
 from train.metrics import FIELDS, DepthSums, Walk, per_row, walk
 from train.model import Drafter
@@ -72,9 +72,7 @@ def score_batch(
     normed = unroll(drafter, target, batch, documents, depths=depths, attention=attend, dtype=dtype)  # [K, R, H]
     teacher, seen = teacher_of(target, batch, documents, target_ids=ids, depths=depths, make=PLAIN.teacher)
     rows = counted[:, active].float()
-    found = [
-        PLAIN.loss(normed[k], drafter.lm_head.weight, teacher, seen[k], rows[k]) for k in range(depths)
-    ]
+    found = [PLAIN.loss(normed[k], drafter.lm_head.weight, teacher, seen[k], rows[k]) for k in range(depths)]
     entropy, top1, alpha = (torch.stack([getattr(f, n) for f in found]) for n in ("entropy", "top1", "alpha"))
     hits = ids[top1] == teacher.top1[seen]
     sums = torch.zeros(len(FIELDS), depths, batch.num_tokens, dtype=torch.float64, device=device)
@@ -127,7 +125,7 @@ def score_reader(
 
 
 def summarize(scores: list[DocumentScore], *, depths: int) -> dict:
-    """{"tau", "acc", "alpha", "loss", "accept_histogram", "greedy_share", "documents", "verification_steps"} of a selection."""
+    """Of a selection: tau, acc, alpha, loss, accept_histogram, greedy_share, documents, verification_steps."""
     sums = sum((DepthSums(score.sums) for score in scores), DepthSums.zeros(depths, device="cpu"))
     walked = sum((score.walk for score in scores), Walk.empty(depths))
     supervised = sum(score.supervised for score in scores)

@@ -26,7 +26,8 @@ from data.config import stage
 from data.embedded import ensure_target
 from train.checkpoint import check_fit, read_state
 from train.config import ExportConfig
-from train.model import Drafter, DrafterShape
+from train.model import Drafter
+from train.shape import DrafterShape
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -67,11 +68,15 @@ def export(
             _served_name(name, engine): tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
             for name, tensor in weights.items()
         }
-        save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, partial / "model.safetensors", {"format": "pt"})
+        save_file(
+            {n: t.cpu().contiguous() for n, t in tensors.items()}, partial / "model.safetensors", {"format": "pt"}
+        )
         (partial / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise ValueError(f"could not write {out}: {error}: free some space and export again, the checkpoint is safe") from error
+        raise ValueError(
+            f"could not write {out}: {error}: free some space and export again, the checkpoint is safe"
+        ) from error
     check_export(partial)
     shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)
@@ -100,14 +105,20 @@ def check_export(folder: Path) -> dict:
             d2t = file.get_tensor("d2t") if "d2t" in file.keys() else None
             t2d = file.get_tensor("t2d") if "t2d" in file.keys() else None
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder} is no exported drafter ({error}): give a folder that train/export.py wrote") from error
+        raise ValueError(
+            f"{folder} is no exported drafter ({error}): give a folder that train/export.py wrote"
+        ) from error
     nulls = [key for key, value in config.items() if value is None]
     if nulls:
         raise ValueError(f"{folder}/config.json has null for {nulls}: servers take null as a value; export again")
     if config.get("architectures") != [ARCHITECTURE]:
-        raise ValueError(f"{folder}/config.json names architectures {config.get('architectures')}, expected [{ARCHITECTURE}]")
+        raise ValueError(
+            f"{folder}/config.json names architectures {config.get('architectures')}, expected [{ARCHITECTURE}]"
+        )
     if "eyas" not in config:
-        raise ValueError(f"{folder}/config.json has no section eyas: it does not say which boundaries the drafter was trained at")
+        raise ValueError(
+            f"{folder}/config.json has no section eyas: it does not say which boundaries the drafter was trained at"
+        )
     shape = _shape(config, folder)
     _check({name: torch.empty(size, device="meta") for name, size in shapes.items()}, shape, where=str(folder))
     target_ids = d2t + torch.arange(shape.draft_vocab_size)
@@ -193,7 +204,9 @@ def main(config: ExportConfig) -> dict:
     checkpoint, target_path = Path(config.checkpoint), ensure_target(config.target)
     state = read_state(checkpoint)
     if state.target != config.target.name:
-        raise ValueError(f"{checkpoint} was trained for {state.target}, not {config.target.name}: set target={state.target}")
+        raise ValueError(
+            f"{checkpoint} was trained for {state.target}, not {config.target.name}: set target={state.target}"
+        )
     average = checkpoint / "average.safetensors"
     written = export(
         load_file(average if average.exists() else checkpoint / "drafter.safetensors"),

@@ -1,4 +1,4 @@
-"""What a step eats: micro-batches on the device before they are asked for, and what all processes must agree on.
+"""What a step eats: micro-batches on the device before they are asked for.
 
 A process's micro-batches are read, packed and looked through by the loader's workers, pinned, and copied to the
 GPU on a stream of their own by a thread that runs ahead of the step. On the CPU the same steps are taken one
@@ -18,7 +18,6 @@ from itertools import islice
 from typing import Any, Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -34,14 +33,14 @@ AHEAD = 2  # micro-batches that wait on the device
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One pack, and what training looks up in it. num_tokens, and rows and pairs as train/plan.py counts work: without padding."""
+    """One pack, and what training looks up in it. The numbers are without padding, as train/plan.py counts work."""
 
     batch: Batch
     documents: Documents
     counted: Tensor  # [K, T] bool, from counted_rows
     num_tokens: int
-    rows: int
-    pairs: int
+    rows: int  # that ask
+    pairs: int  # sum of train.plan.pairs_seen over the documents
 
     @classmethod
     def of(cls, batch: Batch, *, depths: int, bucket: int) -> MicroBatch:
@@ -197,19 +196,6 @@ class Ahead:
             self.ready.put((None, StopIteration()))
         except BaseException as error:  # raised where the item is asked for
             self.ready.put((None, error))
-
-
-class Agreement:
-    """A small sum over all processes, on the CPU: no device waits for it, and the loop may look at the result."""
-
-    def __init__(self, num_processes: int):
-        self.group = dist.new_group(backend="gloo") if num_processes > 1 else None
-
-    def sum(self, values: Tensor) -> Tensor:
-        """values: int64, as many on every process."""
-        if self.group is not None:
-            dist.all_reduce(values, group=self.group)
-        return values
 
 
 def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -66,7 +66,5 @@ def _scaled(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, dtype: to
     fast  sums within the tensor cores' own precision: enough forward, not for gradients
     """
     if a.is_cuda:
-        return torch._scaled_mm(
-            a, b.T, scale_a=a_scale, scale_b=b_scale.T, out_dtype=dtype, use_fast_accum=fast
-        )
+        return torch._scaled_mm(a, b.T, scale_a=a_scale, scale_b=b_scale.T, out_dtype=dtype, use_fast_accum=fast)
     return ((a.float() * a_scale) @ (b.float() * b_scale).T).to(dtype)

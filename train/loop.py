@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,29 +17,18 @@ from train import attention, checkpoint, engine, loss, optim
 from train.checkpoint import RunState
 from train.config import TrainConfig
 from train.evaluate import score_reader, summarize
-from train.feed import Agreement, StepFeed
+from train.feed import StepFeed
 from train.follow import Planner
-from train.metrics import DepthSums
+from train.interval import Interval
 from train.model import Drafter
 from train.progress import Meter, Progress, device_name
-from train.running import Termination, only_run
+from train.running import Agreement, Termination, only_run
 from train.target import Target
-from train.tracking import Tracker
+from train.tracking import Tracker, costs
 from train.unroll import TrainingTimeTest
 from train.writer import CheckpointWriter
 
 TERMINATED = 143  # exit status of a run that was told to end: 128 + SIGTERM, as shells say it
-
-
-@dataclass
-class Interval:
-    """What happened since the last line of the log; device sums stay on the device until it is written."""
-
-    sums: DepthSums
-    grad_norm: Tensor
-    started: float
-    work: tuple[int, int, int] = (0, 0, 0)  # tokens, rows that asked, pairs: what train/plan.py counts operations by
-    data_wait: float = 0.0  # seconds
 
 
 class Trainer:
@@ -89,10 +78,15 @@ class Trainer:
             drafter.compile()
         self.planner = Planner(config, train_reader, arrived=self.state.arrived, agree=self._first_says)
         self.total_steps = self.planner.total_steps()
-        self.writer = CheckpointWriter(
-            self.folder, keep=config.keep_checkpoints, writes=accelerator.is_main_process
+        self.writer = CheckpointWriter(self.folder, keep=config.keep_checkpoints, writes=accelerator.is_main_process)
+        self.interval = Interval.restored(
+            self.state.interval,
+            self.depths,
+            rank=accelerator.process_index,
+            num_ranks=accelerator.num_processes,
+            device=accelerator.device,
         )
-        self.interval, self.saved = self._restored_interval(), time.monotonic()
+        self.saved = time.monotonic()  # when the last checkpoint was made
         self.meter = Meter(
             drafter.shape,
             depths=self.depths,
@@ -122,9 +116,21 @@ class Trainer:
         self.writer.finish()
         return validation
 
-    @property
-    def best_tau(self) -> float:
-        return checkpoint.best(self.folder)[1]
+    def summary(self) -> dict:
+        """What the whole run took, and the best it reached."""
+        state = self.state
+        return {
+            "steps": state.step,
+            "supervised_tokens": state.supervised_tokens,
+            "train_seconds": round(state.seconds, 1),
+            "best_tau": checkpoint.best(self.folder)[1],
+            **costs(
+                seconds=state.seconds,
+                devices=self.accelerator.num_processes,
+                tokens=self.config.epochs * int(self.train_reader.lengths.sum()),
+                dollars_per_gpu_hour=self.config.tracker.dollars_per_gpu_hour,
+            ),
+        }
 
     def close(self) -> None:
         """Let the engine go before the process group does."""
@@ -181,10 +187,8 @@ class Trainer:
         measure = self.state.step % every == every - 1 or self.state.step == self.total_steps - 1
         for left in reversed(range(num_batches)):
             micro = feed.next_batch()
-            interval.sums += self.engine.accumulate(
-                micro.batch, micro.documents, micro.counted, counts, measure, last=left == 0
-            )
-            interval.work = tuple(map(sum, zip(interval.work, (micro.num_tokens, micro.rows, micro.pairs))))
+            sums = self.engine.accumulate(micro.batch, micro.documents, micro.counted, counts, measure, last=left == 0)
+            interval.add(sums, micro)
         lr = optim.learning_rate(self.state.step, total_steps=self.total_steps, config=self.config.optim)
         interval.grad_norm = self.engine.step(lr)
         interval.data_wait, feed.waited = interval.data_wait + feed.waited, 0.0
@@ -193,32 +197,19 @@ class Trainer:
 
     def _log(self, bar: Progress) -> None:
         """Write what the interval saw, over all processes, and begin the next one."""
-        interval, device, state = self.interval, self.accelerator.device, self.state
-        sums = DepthSums(self.accelerator.reduce(interval.sums.values, "sum"))
-        work = self.accelerator.reduce(torch.tensor(interval.work, dtype=torch.float64, device=device), "sum")
-        tokens, rows, pairs = work.tolist()
-        means = sums.means()
-        state.supervised_tokens += int(sums.values[0, 0])
-        seconds = time.monotonic() - interval.started
-        total = sum(self.config.loss.gamma**k * x for k, x in enumerate(means["loss"]) if x == x)
+        config, state = self.config, self.state
+        seen = self.interval.over_all(self.accelerator)
+        state.supervised_tokens += seen.num_counted
         figures = {
-            "epoch": state.epoch + state.step_in_epoch / max(self.total_steps // self.config.epochs, 1),
-            "loss": total,
-            "loss_by_depth": means["loss"],
-            "acc": means["acc"],
-            "alpha": means["alpha"],
-            "lr": optim.learning_rate(state.step - 1, total_steps=self.total_steps, config=self.config.optim),
-            "grad_norm": float(interval.grad_norm),
-            "tokens_per_second": tokens / seconds,
+            "epoch": state.epoch + state.step_in_epoch / max(self.total_steps // config.epochs, 1),
+            **seen.figures(gamma=config.loss.gamma, meter=self.meter),
+            "lr": optim.learning_rate(state.step - 1, total_steps=self.total_steps, config=config.optim),
             "supervised_tokens": state.supervised_tokens,
-            "data_wait_share": interval.data_wait / seconds,
             "seconds": state.seconds,
         }
-        mfu = self.meter.mfu(tokens=tokens, rows=rows, pairs=pairs, seconds=seconds)
-        figures |= {} if mfu is None else {"mfu": mfu}
         self.tracker.log(state.step, figures)
         bar.figures(figures)
-        self.interval = self._new_interval()
+        self.interval = Interval.begin(self.depths, device=self.accelerator.device)
 
     def _validate(self, bar: Progress) -> dict:
         """Score the validation shards with the weights that would be served; every process returns the same figures."""
@@ -249,7 +240,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Hand a checkpoint to the writer; what the step waited for it is logged."""
-        state = replace(self.state, interval=gather_object([self._stored_interval()]))
+        state = replace(self.state, interval=gather_object([self.interval.stored()]))
         stall = self.writer.save(self.engine.stored(), state)
         now = time.monotonic()
         share, self.saved = stall / (now - self.saved), now
@@ -269,7 +260,7 @@ class Trainer:
         raise SystemExit(TERMINATED)
 
     def _resumed(self) -> dict[str, dict[str, Tensor]] | None:
-        """Take the state of the newest complete checkpoint of this very run, and return its tensors, if there is one."""
+        """Take the state of the newest complete checkpoint of this very run, and return its tensors; None without one."""
         newest = checkpoint.latest(self.folder)
         if newest is None:
             return None
@@ -288,28 +279,3 @@ class Trainer:
             self._save()
             self._leave(Progress(total=0, initial=0, disable=not first))
         return said
-
-    def _new_interval(self) -> Interval:
-        device = self.accelerator.device
-        return Interval(DepthSums.zeros(self.depths, device=device), torch.zeros((), device=device), time.monotonic())
-
-    def _stored_interval(self) -> dict:
-        interval = self.interval
-        return {
-            "sums": interval.sums.values.tolist(),  # float64, to its last digit
-            "work": interval.work,
-            "data_wait": interval.data_wait,
-            "seconds": time.monotonic() - interval.started,
-        }
-
-    def _restored_interval(self) -> Interval:
-        """What this process had summed when the checkpoint was made; on another number of processes the first takes all."""
-        interval, stored = self._new_interval(), self.state.interval
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        mine = stored[rank : rank + 1] if len(stored) == ranks else stored if rank == 0 else []
-        for one in mine:
-            interval.sums += DepthSums(torch.tensor(one["sums"], dtype=torch.float64, device=self.accelerator.device))
-            interval.work = tuple(map(sum, zip(interval.work, one["work"])))
-            interval.data_wait += one["data_wait"]
-        interval.started -= max((one["seconds"] for one in stored), default=0.0)
-        return interval

@@ -25,10 +25,10 @@ from train.engine import accelerator_of
 from train.export import export
 from train.follow import wait_for_shards
 from train.loop import Trainer
-from train.model import DrafterShape
+from train.shape import DrafterShape
 from train.start import first_drafter
 from train.target import Target, check_shards
-from train.tracking import Tracker, costs
+from train.tracking import Tracker
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -45,18 +45,18 @@ def main(config: TrainConfig) -> dict:
     with accelerator.main_process_first():
         target_path = ensure_target(config.target)
 
-    train_reader = ShardReader(shards, split="train")
-    validation_reader = ShardReader(shards, split="validation")
+    train_reader, validation_reader = (ShardReader(shards, split=split) for split in ("train", "validation"))
     check_shards(train_reader, target_path, name=config.target.name, boundaries=config.target.boundaries)
-
     shape = DrafterShape.resolve(config.drafter, text_config(target_path), num_boundaries=len(config.target.boundaries))
-    accelerator.print(briefing(config, shape, train_reader, device=accelerator.device, num_processes=accelerator.num_processes))
+    accelerator.print(
+        briefing(config, shape, train_reader, device=accelerator.device, num_processes=accelerator.num_processes)
+    )
     if config.plan:
         accelerator.end_training()
         sys.exit()  # and no summary: nothing was done
 
     target = Target.load(target_path, device=accelerator.device, dtype=DTYPES[config.precision])
-    drafter = first_drafter(config, target, target_path=target_path)
+    drafter = first_drafter(config, shape, target=target, target_path=target_path)
     tracker = Tracker(config, accelerator, provenance=asdict(train_reader.provenance))
     trainer = Trainer(
         config,
@@ -73,7 +73,7 @@ def main(config: TrainConfig) -> dict:
     if accelerator.is_main_process:
         export(
             weights,
-            shape=drafter.shape,
+            shape=shape,
             boundaries=config.target.boundaries,
             depths=config.drafter.depths,
             target_name=config.target.name,
@@ -82,25 +82,11 @@ def main(config: TrainConfig) -> dict:
             engine=config.export_engine,
             engine_version=config.export_engine_version,
         )
-    summary = {
-        "fingerprint": inputs,
-        "steps": trainer.state.step,
-        "boundaries": config.target.boundaries,
-        "supervised_tokens": trainer.state.supervised_tokens,
-        "train_seconds": round(trainer.state.seconds, 1),
-        "best_tau": trainer.best_tau,
-        **costs(
-            seconds=trainer.state.seconds,
-            devices=accelerator.num_processes,
-            tokens=config.epochs * int(train_reader.lengths.sum()),
-            dollars_per_gpu_hour=config.tracker.dollars_per_gpu_hour,
-        ),
-        **validation,
-    }
+    summary = {"fingerprint": inputs, "boundaries": config.target.boundaries, **trainer.summary(), **validation}
     trainer.close()
     tracker.finish(summary, drafter=out / "export")
-    line = f"validation tau({config.drafter.depths}) {validation['tau']:.3f} after {trainer.state.step} steps"
-    return {**summary, "line": f"{line}, {round(trainer.state.seconds)} s; drafter in {out / 'export'}"}
+    line = f"validation tau({config.drafter.depths}) {summary['tau']:.3f} after {summary['steps']} steps"
+    return {**summary, "line": f"{line}, {round(summary['train_seconds'])} s; drafter in {out / 'export'}"}
 
 
 if __name__ == "__main__":

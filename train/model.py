@@ -9,7 +9,6 @@ residual stream.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,165 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from torch.utils.checkpoint import checkpoint
 
-from data.hugging_face import transformers
-from train.config import DrafterConfig
 from train.float8 import Float8Matrix, product
+from train.layers import Layer, RMSNorm, Rotary, rotate
+from train.shape import DrafterShape
 from train.target import Target
 
 # attention(query [R, heads, D], key [T, kv_heads, D], value [T, kv_heads, D]) -> [R, heads, D]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class DrafterShape:
-    """Every size of a drafter, resolved: nothing is null, nothing is inherited any more."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    num_boundaries: int
-    vocab_size: int
-    draft_vocab_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict  # empty: none
-    max_position_embeddings: int
-    fc_norm: bool
-    norm_before_fc: bool
-    norm_output: bool
-
-    @classmethod
-    def resolve(cls, config: DrafterConfig, target: dict, *, num_boundaries: int) -> DrafterShape:
-        """Fill what `config` leaves to the target from `target`, its config.json.
-
-        Raises ValueError when the sizes do not fit together.
-        """
-        heads = config.num_attention_heads or target["num_attention_heads"]
-        rope = target.get("rope_parameters") or {}
-        scaling = dict(target.get("rope_scaling") or rope) if config.inherit_rope_scaling else {}
-        scaling.pop("rope_theta", None)
-        if scaling.get("rope_type", scaling.get("type", "default")) == "default":
-            scaling = {}
-        shape = cls(
-            hidden_size=target["hidden_size"],
-            intermediate_size=config.intermediate_size or target["intermediate_size"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.num_key_value_heads or target.get("num_key_value_heads") or heads,
-            head_dim=config.head_dim or target.get("head_dim") or target["hidden_size"] // heads,
-            num_boundaries=num_boundaries,
-            vocab_size=target["vocab_size"],
-            draft_vocab_size=config.draft_vocab_size,
-            rms_norm_eps=target.get("rms_norm_eps", 1e-6),
-            rope_theta=config.rope_theta or target.get("rope_theta") or rope.get("rope_theta", 10000.0),
-            rope_scaling=scaling,
-            max_position_embeddings=config.max_position_embeddings or target["max_position_embeddings"],
-            fc_norm=config.fc_norm,
-            norm_before_fc=config.norm_before_fc,
-            norm_output=config.norm_output,
-        )
-        if shape.num_attention_heads % shape.num_key_value_heads:
-            raise ValueError(
-                f"{shape.num_attention_heads} attention heads do not divide by {shape.num_key_value_heads} key-value heads"
-            )
-        if shape.head_dim % 2:
-            raise ValueError(f"drafter.head_dim is {shape.head_dim}: rotary embedding needs an even number")
-        if shape.draft_vocab_size > shape.vocab_size:
-            raise ValueError(
-                f"drafter.draft_vocab_size is {shape.draft_vocab_size}, the target's vocabulary has only "
-                f"{shape.vocab_size} tokens: set drafter.draft_vocab_size={shape.vocab_size} or less"
-            )
-        return shape
-
-    def as_dict(self) -> dict:
-        return asdict(self)
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, in float32, returned in x's dtype."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self._unit(x) * self.weight).to(x.dtype)
-
-    def scaled(self, x: Tensor) -> Tensor:
-        """Without the weight, for a product whose matrix has it already."""
-        return self._unit(x).to(x.dtype)
-
-    def _unit(self, x: Tensor) -> Tensor:
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-
-
-class Rotary(nn.Module):
-    """Rotary embedding computed from positions each time: no table that a dtype or a length could spoil.
-
-    Frequencies and scaling (llama3, yarn, linear, ...) come from transformers' own functions.
-    """
-
-    def __init__(self, shape: DrafterShape):
-        super().__init__()
-        rope_type = shape.rope_scaling.get("rope_type", shape.rope_scaling.get("type", "default"))
-        if rope_type == "default":
-            exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-            frequencies, self.scale = 1.0 / shape.rope_theta**exponent, 1.0  # rounded as the servers round it
-        else:
-            config = transformers.PretrainedConfig(
-                hidden_size=shape.hidden_size,
-                num_attention_heads=shape.num_attention_heads,
-                head_dim=shape.head_dim,
-                max_position_embeddings=shape.max_position_embeddings,
-            )
-            config.rope_parameters = {**shape.rope_scaling, "rope_type": rope_type, "rope_theta": shape.rope_theta}
-            frequencies, self.scale = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
-        self.register_buffer("frequencies", frequencies.to(torch.float32), persistent=False)  # [D/2]
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cosine and sine [T, 1, D/2], float32."""
-        angles = positions[:, None].to(self.frequencies.dtype) * self.frequencies.float()
-        return (angles.cos() * self.scale)[:, None], (angles.sin() * self.scale)[:, None]
-
-
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate the halves of every head: x [T, heads, D], cosine and sine [T, 1, D/2]."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-    return turned.to(x.dtype)
-
-
-class SelfAttention(nn.Module):
-    """Holds the parameters; Drafter.forward multiplies with their copies of lower precision."""
-
-    def __init__(self, shape: DrafterShape):
-        super().__init__()
-        width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(2 * shape.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(2 * shape.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(2 * shape.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
-
-
-class MLP(nn.Module):
-    def __init__(self, shape: DrafterShape):
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-
-class Layer(nn.Module):
-    def __init__(self, shape: DrafterShape):
-        super().__init__()
-        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = SelfAttention(shape)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = MLP(shape)
 
 
 class Matrices(NamedTuple):
@@ -278,7 +125,7 @@ class Drafter(nn.Module):
     def before_attention(
         self, from_token: Tensor, feature: Tensor, positions: Tensor, active: Tensor | None, matrices: Matrices
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Every row gives a key and a value [T, kv_heads, D]; the active ones a query [R, heads, D] and a residual [R, H].
+        """Every row gives a key and a value [T, kv_heads, D]; the active ones a query [R, heads, D], a residual [R, H].
 
         from_token  [T, (heads + 2*kv_heads)*D], of the token that each row reads at this depth
         """
@@ -341,7 +188,9 @@ class Drafter(nn.Module):
             return self.after_attention(attention(query, key, value), residual, matrices), key, value
 
         if self.activation_checkpointing == "layer":
-            residual, key, value = checkpoint(attend, from_token, feature, use_reentrant=False, preserve_rng_state=False)
+            residual, key, value = checkpoint(
+                attend, from_token, feature, use_reentrant=False, preserve_rng_state=False
+            )
         else:
             residual, key, value = attend(from_token, feature)
         return *self.feed_forward(residual, matrices), key, value

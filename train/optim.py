@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from train.config import OptimConfig
@@ -66,6 +66,13 @@ def averaged(drafter: Drafter, config: OptimConfig) -> AveragedModel | None:
     return average.requires_grad_(False)
 
 
-def served(drafter: Drafter, average: AveragedModel | None) -> nn.Module:
+def served(drafter: Drafter, average: AveragedModel | None) -> Drafter:
     """The weights that are evaluated and exported: the average where there is one."""
     return drafter if average is None else average.module
+
+
+def restore_average(average: AveragedModel | None, tensors: dict[str, Tensor]) -> None:
+    """Take the average of a checkpoint, where there is one."""
+    if average is not None:
+        average.module.load_state_dict(tensors)
+        average.n_averaged.fill_(1)  # not 0, which would make the next update a copy

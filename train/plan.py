@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from train.model import DrafterShape
+from train.shape import DrafterShape
 
 GIB = 2**30
 FLOAT32, BF16 = 4, 2  # bytes
@@ -40,7 +40,8 @@ PEAK_TFLOPS = {
 
 def peak_tflops(device_name: str) -> float | None:
     """Dense bf16 TFLOP/s of a device by the name that CUDA gives it; None for one that the table does not have."""
-    return next((peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name, re.IGNORECASE)), None)
+    named = (peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name, re.IGNORECASE))
+    return next(named, None)
 
 
 # ---- operations ---------------------------------------------------------------------------------
@@ -104,7 +105,6 @@ class Engine:
     @property
     def name(self) -> str:
         return f"ZeRO-{self.zero}" if self.zero else ("DDP" if self.devices > 1 else "one process")
-
 
 
 def optimizer_bytes(shape: DrafterShape, *, optimizer: str) -> int:

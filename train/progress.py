@@ -1,6 +1,6 @@
 """What a person sees while a run trains: one bar, with everything that says whether it goes well.
 
-    train   37% |███████▍            | 192/519  02:10 < 03:41, epoch 1.11 | loss 3.214 | tau 2.31 | 43.5k tok/s | MFU 52 % | data wait 0.3 %
+    train   37% |███████▍            | 192/519  02:10 < 03:41, epoch 1.11 | loss 3.214 | tau 2.31 | 43.5k tok/s | ...
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from train import plan
-from train.model import DrafterShape
+from train.shape import DrafterShape
 
 
 def device_name(device: torch.device) -> str:
@@ -63,11 +63,12 @@ class Progress(tqdm):
 def described(figures: dict[str, float]) -> str:
     """ "epoch 1.11 | loss 3.214 | ...", of those figures that are there."""
     speed = figures.get("tokens_per_second")
+    fast = speed is not None and speed >= 10_000
     words = [
         ("epoch {:.2f}", figures.get("epoch")),
         ("loss {:.3f}", figures.get("loss")),
         ("tau {:.2f}", figures.get("tau")),
-        ("{:.1f}k tok/s" if (speed or 0) >= 10000 else "{:.0f} tok/s", speed / 1000 if (speed or 0) >= 10000 else speed),
+        ("{:.1f}k tok/s", speed / 1000) if fast else ("{:.0f} tok/s", speed),
         ("MFU {:.0f} %", 100 * figures["mfu"] if "mfu" in figures else None),
         ("data wait {:.1f} %", 100 * figures["data_wait_share"] if "data_wait_share" in figures else None),
     ]

@@ -1,4 +1,4 @@
-"""A run as a process of this machine: only one in a folder, and it may be told to end."""
+"""A run as processes: one run in a folder, that may be told to end, whose processes agree on what comes next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+import torch.distributed as dist
 from accelerate import Accelerator
+from torch import Tensor
 
 
 def only_run(out: Path, accelerator: Accelerator) -> IO[str] | None:
@@ -24,7 +26,9 @@ def only_run(out: Path, accelerator: Accelerator) -> IO[str] | None:
         file.seek(0)
         holder = file.read().strip() or "of another machine"
         file.close()
-        raise ValueError(f"another run trains in {out} (process {holder}): stop it first, or choose another out=") from None
+        raise ValueError(
+            f"another run trains in {out} (process {holder}): stop it first, or choose another out="
+        ) from None
     except OSError:  # a file system without locks
         return file
     file.truncate(0)
@@ -47,3 +51,16 @@ class Termination:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
+
+
+class Agreement:
+    """A small sum over all processes, on the CPU: no device waits for it, and the loop may look at the result."""
+
+    def __init__(self, num_processes: int):
+        self.group = dist.new_group(backend="gloo") if num_processes > 1 else None
+
+    def sum(self, values: Tensor) -> Tensor:
+        """values: int64, as many on every process."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values

@@ -1,4 +1,4 @@
-"""What a run starts from: random weights and a vocabulary map made from its shards, or a published drafter with its own."""
+"""What a run starts from: random weights and a map made from its shards' tokens, or a published drafter with its own."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from data.vocab import Vocabulary, draft_vocabulary
 from train.checkpoint import load_weights
 from train.config import TrainConfig
 from train.export import trained_name
-from train.model import Drafter, DrafterShape
+from train.model import Drafter
+from train.shape import DrafterShape
 from train.target import Target
 
-SETTINGS = ("rope_theta", "rms_norm_eps", "head_dim", "num_attention_heads", "num_key_value_heads")  # shapes do not tell
+# What the tensors' shapes do not tell
+SETTINGS = ("rope_theta", "rms_norm_eps", "head_dim", "num_attention_heads", "num_key_value_heads")
 ENGINES = {"sglang": "0.5.23", "vllm": "0.11"}  # whose layer ids a published drafter may name
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_output")  # absent means off
 
 
-def first_drafter(config: TrainConfig, target: Target, *, target_path: Path) -> Drafter:
-    """The drafter of step 0."""
-    shape = DrafterShape.resolve(config.drafter, target.config, num_boundaries=len(config.target.boundaries))
+def first_drafter(config: TrainConfig, shape: DrafterShape, *, target: Target, target_path: Path) -> Drafter:
+    """The drafter of step 0, of the shape that `config` resolves to."""
     if config.init_from is not None:
         return published_drafter(
             Path(config.init_from), shape, boundaries=config.target.boundaries, target_path=target_path
@@ -53,7 +54,9 @@ def published_drafter(folder: Path, shape: DrafterShape, *, boundaries: list[int
         t2d=torch.zeros(shape.vocab_size, dtype=torch.bool),
     )
     if "d2t" not in tensors:
-        raise ValueError(f"{folder} has no d2t: without its vocabulary map its head means nothing, and no other one fits")
+        raise ValueError(
+            f"{folder} has no d2t: without its vocabulary map its head means nothing, and no other one fits"
+        )
     found = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     target_ids = found["d2t"].long() + torch.arange(found["d2t"].shape[0])
     if "t2d" not in found and int(target_ids.max()) < shape.vocab_size:  # it says the same once more
@@ -64,7 +67,7 @@ def published_drafter(folder: Path, shape: DrafterShape, *, boundaries: list[int
 
 
 def _read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
-    """Its config.json, and its tensors under the names of training; the target's embedding, which some carry, left out."""
+    """Its config.json, and its tensors under training's names, without the target's embedding, which some carry."""
     files = sorted(folder.glob("*.safetensors"))
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -86,7 +89,7 @@ def _check_settings(config: dict, shape: DrafterShape, *, where: Path) -> None:
 
 
 def _check_boundaries(config: dict, boundaries: list[int], *, target_path: Path, where: Path) -> None:
-    """Off by one would cost half of what it has learned. Eyas' exports name the boundaries, others an engine's layer ids."""
+    """Off by one costs half of what it learned. Exports of Eyas name the boundaries, others an engine's layer ids."""
     captured = config.get("eyas", {}).get("boundaries")
     if captured is not None and list(captured) != list(boundaries):
         raise ValueError(

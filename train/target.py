@@ -93,7 +93,9 @@ def _files_by_tensor(path: Path) -> dict[str, str]:
         return json.loads(index.read_text())["weight_map"]
     single = path / "model.safetensors"
     if not single.exists():
-        raise ValueError(f"{path} holds neither {single.name} nor {index.name}: point target.path at a safetensors model")
+        raise ValueError(
+            f"{path} holds neither {single.name} nor {index.name}: point target.path at a safetensors model"
+        )
     with safe_open(single, framework="pt") as file:
         return {name: single.name for name in file.keys()}
 

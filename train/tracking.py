@@ -20,7 +20,10 @@ from train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 AXIS = "supervised_tokens"
-BY_DEPTH = {"acc": "accuracy by depth, given the earlier drafts right", "alpha": "alpha by depth, sampling's acceptance"}
+BY_DEPTH = {
+    "acc": "accuracy by depth, given the earlier drafts right",
+    "alpha": "alpha by depth, sampling's acceptance",
+}
 POINTS = 300  # most points of one of those charts
 SECRET = ("key", "token", "secret", "password")  # parts of names that never leave the machine
 
@@ -48,7 +51,8 @@ class Tracker:
             run.define_metric("tau", summary="max", step_metric=AXIS)
         else:
             writer = accelerator.get_tracker("tensorboard").writer
-            writer.add_custom_scalars({"by depth": {title: ["Multiline", [f"{name}/.*"]] for name, title in BY_DEPTH.items()}})
+            charts = {title: ["Multiline", [f"{name}/.*"]] for name, title in BY_DEPTH.items()}
+            writer.add_custom_scalars({"by depth": charts})
 
     def resume(self, step: int) -> None:
         """Forget the lines beyond `step`: a resumed run writes them again."""
@@ -165,7 +169,8 @@ def git_commit() -> dict:
     """Of this repository: commit, and whether tracked files differ from it; empty outside git."""
 
     def ask(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", "-C", str(ROOT), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
@@ -202,7 +207,8 @@ def _reference(drafter: Path, run_id: str, summary: dict):
     import wandb
 
     figures = {name: summary[name] for name in ("best_tau", "tau", "steps", "boundaries") if name in summary}
-    artifact = wandb.Artifact(f"drafter-{run_id}", type="drafter", metadata={"folder": str(drafter.resolve()), **figures})
+    metadata = {"folder": str(drafter.resolve()), **figures}
+    artifact = wandb.Artifact(f"drafter-{run_id}", type="drafter", metadata=metadata)
     artifact.add_reference(drafter.resolve().as_uri(), checksum=False)
     return artifact
 

@@ -177,4 +177,3 @@ class TrainingTimeTest(nn.Module):
             measured=measure,
         )
         return found.loss, sums
-

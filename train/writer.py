@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from train import checkpoint
-from train.checkpoint import RunState
-from train.engine import Stored
+from train.checkpoint import RunState, Stored
 
 
 class CheckpointWriter:

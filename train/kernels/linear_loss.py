@@ -167,7 +167,7 @@ class _HeadLoss(torch.autograd.Function):
                 entropy[part], top1[part], alpha[part], vocab, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
             _add_product(grad_head, logits.T, hidden[part])
-            torch.mm(logits, half, out=hidden[part])  # its last reader was the line before: the gradient takes its place
+            torch.mm(logits, half, out=hidden[part])  # which the line before was the last to read
         ctx.save_for_backward(hidden, grad_head)
         ctx.mark_non_differentiable(entropy, top1, alpha)
         loss = torch.where(weight > 0, weight * entropy, 0.0).sum()
