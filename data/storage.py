@@ -26,7 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from data import vocab
 from data.config import write_atomically
-from data.manifest import FILE, REMOTE, Manifest, ShardInfo, index_name, lock
+from data.manifest import FILE, REMOTE, Manifest, ShardInfo, index_name, lock, manifest_lock
 from data.schema import check_same
 
 _CHUNK_BYTES = 1 << 22  # downloaded at a time
@@ -78,15 +78,18 @@ class Remote:
         write_atomically(folder / REMOTE, json.dumps(asdict(self)))
 
     def pull(self, folder: Path) -> None:
-        """Brings manifest, indexes and vocabulary up to date; the manifest last, so that what it lists is here."""
-        with self._reached() as (files, root):
+        """Brings manifest, indexes and vocabulary up to date; the manifest last, so that what it lists is here.
+
+        One process at a time: a slower one must not put an older manifest in the place of a newer.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        with manifest_lock(folder), self._reached() as (files, root):
             try:
                 content = files.cat_file(f"{root}/{FILE}")
             except FileNotFoundError:
                 raise ValueError(
                     f"{self.url} has no {FILE}: there is no dataset there, or none of it is finished"
                 ) from None
-            folder.mkdir(parents=True, exist_ok=True)
             there = Manifest.parse(content.decode(), file=f"{self.url}/{FILE}")
             before = {s.name: s.sha256 for s in Manifest.load(folder).shards} if (folder / FILE).exists() else {}
             for shard in there.shards:

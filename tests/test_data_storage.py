@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 from torch.utils.data import DataLoader
 
 from data import storage
@@ -21,32 +20,6 @@ from data.stream import PackDataset
 from launch.merge import merge
 from launch.verify import verify
 from tests.records import PROVENANCE, record_of
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    before = dict(os.environ)
-    os.environ.update(
-        AWS_ENDPOINT_URL=f"http://{host}:{port}", AWS_ACCESS_KEY_ID="eyas", AWS_SECRET_ACCESS_KEY="eyas",
-        AWS_DEFAULT_REGION="us-east-1",
-    )  # fmt: skip
-    yield fsspec.filesystem("s3")
-    os.environ.clear()
-    os.environ.update(before)
-    server.stop()
-
-
-@pytest.fixture
-def bucket(server, request, tmp_path: Path, monkeypatch) -> str:
-    """s3://… of a bucket of the test's own; and a home of its own, where the small files of what is read lie."""
-    name = f"eyas-{abs(hash(request.node.name))}"
-    server.mkdir(name)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("EYAS_CACHE", raising=False)
-    return f"s3://{name}/toy"
 
 
 def write(
@@ -64,9 +37,9 @@ def write(
         uploader.close()
 
 
-def there(server, url: str) -> set[str]:
-    server.invalidate_cache()
-    return {file.rpartition("/")[2] for file in server.ls(url.removeprefix("s3://"))}
+def there(s3, url: str) -> set[str]:
+    s3.invalidate_cache()
+    return {file.rpartition("/")[2] for file in s3.ls(url.removeprefix("s3://"))}
 
 
 def same(reader: ShardReader, ids: str) -> bool:
@@ -75,10 +48,10 @@ def same(reader: ShardReader, ids: str) -> bool:
     )
 
 
-def test_what_was_sent_is_streamed_in_ranges_and_no_shard_comes_here(bucket: str, server, tmp_path: Path):
+def test_what_was_sent_is_streamed_in_ranges_and_no_shard_comes_here(bucket: str, s3, tmp_path: Path):
     write(tmp_path / "out", bucket, "abc")
     files = {f"train-00000{i}.{end}" for i in range(3) for end in ("tar", "index.json")}
-    assert there(server, bucket) == {"manifest.json", *files}
+    assert there(s3, bucket) == {"manifest.json", *files}
     folder = local_folder(bucket)
     reader = ShardReader(folder, split="train")
     assert same(reader, "abc") and reader.lengths.tolist() == [4 + ord(id) % 3 for id in "abc"]
@@ -95,7 +68,7 @@ def test_worker_processes_stream_too(bucket: str, tmp_path: Path):
     assert [batch.ids for batch in batches] == [("d",), ("b",), ("c",), ("a",)]
 
 
-def test_with_a_cache_a_shard_comes_once_and_is_then_mapped(bucket: str, server, tmp_path: Path, monkeypatch):
+def test_with_a_cache_a_shard_comes_once_and_is_then_mapped(bucket: str, s3, tmp_path: Path, monkeypatch):
     write(tmp_path / "out", bucket, "abc")
     monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
     folder = local_folder(bucket)
@@ -107,12 +80,12 @@ def test_with_a_cache_a_shard_comes_once_and_is_then_mapped(bucket: str, server,
     assert same(ShardReader(folder, split="train"), "abc") and not list(folder.glob(".*.tmp"))
 
 
-def test_a_shard_that_changed_on_the_way_is_not_kept(bucket: str, server, tmp_path: Path, monkeypatch):
+def test_a_shard_that_changed_on_the_way_is_not_kept(bucket: str, s3, tmp_path: Path, monkeypatch):
     write(tmp_path / "out", bucket, "a")
     name = f"{bucket}/train-000000.tar"
-    content = bytearray(server.cat_file(name))
+    content = bytearray(s3.cat_file(name))
     content[-700] ^= 1
-    server.pipe_file(name, bytes(content))
+    s3.pipe_file(name, bytes(content))
     monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
     folder = local_folder(bucket)
     with pytest.raises(ValueError, match=f"{name} is corrupt"):
@@ -151,7 +124,7 @@ def test_a_server_that_is_not_there_is_named(bucket: str, monkeypatch):
     fsspec.filesystem("s3").clear_instance_cache()
 
 
-def test_sent_shards_may_leave_and_the_writer_goes_on(bucket: str, server, tmp_path: Path):
+def test_sent_shards_may_leave_and_the_writer_goes_on(bucket: str, s3, tmp_path: Path):
     """The disk holds two shards at a time; what was written is still known, and still readable."""
     out = tmp_path / "out"
     write(out, bucket, "ab", keep_local=False)
@@ -164,7 +137,7 @@ def test_sent_shards_may_leave_and_the_writer_goes_on(bucket: str, server, tmp_p
     assert verify(out).problems == {} and verify(bucket).records == 3
 
 
-def test_what_a_killed_run_did_not_send_is_sent_by_the_next(bucket: str, server, tmp_path: Path, monkeypatch):
+def test_what_a_killed_run_did_not_send_is_sent_by_the_next(bucket: str, s3, tmp_path: Path, monkeypatch):
     out, put = tmp_path / "out", storage._put
 
     def breaks_at_the_second_shard(files, source, target):
@@ -194,7 +167,7 @@ def test_a_folder_that_was_lost_is_taken_up_from_there(bucket: str, tmp_path: Pa
     assert same(ShardReader(local_folder(bucket), split="train"), "abc")
 
 
-def test_another_dataset_is_not_overwritten(bucket: str, server, tmp_path: Path):
+def test_another_dataset_is_not_overwritten(bucket: str, s3, tmp_path: Path):
     write(tmp_path / "first", bucket, "a")
     (tmp_path / "second").mkdir()
     Manifest(provenance=replace(PROVENANCE, boundaries=(2, 3, 4))).save(tmp_path / "second")
@@ -214,11 +187,37 @@ def test_a_reader_sees_shards_arrive(bucket: str, tmp_path: Path):
     assert reader.refresh() == 0 and reader.complete
 
 
-def test_a_dataset_that_was_replaced_is_not_read_from_the_cache(bucket: str, server, tmp_path: Path, monkeypatch):
+def test_of_two_processes_that_look_the_slower_one_takes_nothing_back(bucket: str, tmp_path: Path, monkeypatch):
+    """It has read the manifest when a second shard arrives, and writes it once another process has looked again."""
+    out, parse, started, may_go_on = tmp_path / "out", Manifest.parse, threading.Event(), threading.Event()
+    write(out, bucket, "a")
+    readers = [ShardReader(local_folder(bucket), split="train") for _ in range(2)]
+
+    def slow(text: str, *, file: str) -> Manifest:
+        if threading.current_thread() is slower and not started.is_set():
+            started.set()
+            assert may_go_on.wait(10)
+        return parse(text, file=file)
+
+    monkeypatch.setattr(Manifest, "parse", slow)
+    slower, faster = (threading.Thread(target=reader.refresh) for reader in readers)
+    slower.start()
+    assert started.wait(10)
+    write(out, bucket, "b")
+    faster.start()
+    faster.join(0.5)  # where nothing holds it back it is done by now
+    may_go_on.set()
+    slower.join()
+    faster.join()
+    assert len(Manifest.load(readers[0].path).shards) == 2
+    assert [reader.refresh() for reader in readers] == [1, 0] and len(readers[0]) == 2
+
+
+def test_a_dataset_that_was_replaced_is_not_read_from_the_cache(bucket: str, s3, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
     write(tmp_path / "first", bucket, "a")
     assert same(ShardReader(local_folder(bucket), split="train"), "a")
-    server.rm(bucket, recursive=True)
+    s3.rm(bucket, recursive=True)
     write(tmp_path / "second", bucket, "b")
     assert same(ShardReader(local_folder(bucket), split="train"), "b")
 
@@ -237,7 +236,7 @@ def test_a_shared_file_system_sees_only_whole_files(tmp_path: Path, monkeypatch)
     assert same(ShardReader(local_folder(shared), split="train"), "ab") and verify(shared).problems == {}
 
 
-def test_parts_on_s3_are_merged_by_the_store_itself(bucket: str, server, tmp_path: Path):
+def test_parts_on_s3_are_merged_by_the_store_itself(bucket: str, s3, tmp_path: Path):
     for i, ids in enumerate(("ab", "c")):
         out, url = tmp_path / str(i), f"{bucket}-{i}"
         with Uploader(out, url, keep_local=False) as uploader:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.datasets import write_dataset
 from tests.launched import distance, losses, options, run, same, tensors
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3")
@@ -48,10 +47,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tiny_llama) -> Runs:
-    folder = tmp_path_factory.mktemp("engines")
-    shards = write_dataset(folder / "shards", Path(tiny_llama.path), name="tiny_llama")
-    runs = Runs(folder, shards, tiny_llama)
+def runs(tmp_path_factory, shards, tiny_llama) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("engines"), shards, tiny_llama)
     double = {"precision": "fp64"}
     # DeepSpeed keeps tensors below a size whole under zero3; here all of them are cut
     engines = {name: {"engine": name} for name in ENGINES}

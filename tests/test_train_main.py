@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.datasets import write_dataset
 from tests.launched import ROOT, environment, launcher, losses, options, run
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory, tiny_llama):
-    return write_dataset(tmp_path_factory.mktemp("data") / "shards", Path(tiny_llama.path), name="tiny_llama")
 
 
 def command(shards: Path, out: Path, target, **changes: object) -> list[str]:

@@ -16,17 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.datasets import write_dataset
 from tests.launched import LAUNCH, SECONDS, launcher, losses, options, run, same, start, tensors
 from train import checkpoint
 
 STEPS = 40
 SETTINGS = {"epochs": 8, "evaluate_every_epochs": 4, "checkpoint_every_steps": 2}  # five steps an epoch
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory, tiny_llama) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "shards", Path(tiny_llama.path), name="tiny_llama")
 
 
 @pytest.fixture(scope="module")

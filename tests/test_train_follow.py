@@ -1,0 +1,150 @@
+"""follow=true: training on shards while they are written, here and on S3."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from accelerate.state import AcceleratorState
+from hydra import compose, initialize_config_dir
+
+from data import vocab
+from data.config import typed
+from data.manifest import mark_complete
+from data.shards import ShardReader, ShardWriter
+from data.storage import Uploader
+from tests.conftest import CONF
+from tests.launched import losses, options
+from train import follow, main
+from train.config import BatchConfig, TrainConfig
+from train.follow import Planner
+
+
+def copy(source: Path, out: Path, records: range, *, split: str = "train", on_finished=lambda: None) -> None:
+    """Finishes a shard of `out` with some records of `source`."""
+    reader = ShardReader(source, split=split)
+    with ShardWriter(
+        out, provenance=reader.provenance, split=split, shard_bytes=1 << 30, on_finished=on_finished
+    ) as writer:
+        for i in records:
+            writer.write(reader.read(i).decoded())
+
+
+def copy_in_parts(source: Path, out: Path, *, sizes: list[int]) -> list:
+    """Functions that each finish one shard of `out`, with so many records of `source`; the last says it is complete."""
+    edges = [0, *accumulate(sizes)]
+
+    def part(start: int, stop: int) -> None:
+        copy(source, out, range(start, stop))
+        if stop == edges[-1]:
+            mark_complete(out)
+
+    return [partial(part, start, stop) for start, stop in pairwise(edges)]
+
+
+def following(reader: ShardReader, arrived: list[int], agree=lambda stop: stop) -> Planner:
+    batch = BatchConfig(
+        tokens_per_pack=48, conversations_per_step=5, packs_per_step=None, pad_packs=False, num_workers=0
+    )
+    config = SimpleNamespace(seed=0, epochs=2, follow=True, follow_conversations=24, batch=batch)
+    return Planner(config, reader, arrived=arrived, agree=agree)
+
+
+def indices(steps: list) -> list[int]:
+    return [piece.index for step in steps for pack in step for piece in pack]
+
+
+def test_training_starts_on_what_is_there_and_uses_every_record_once(shards, tmp_path, monkeypatch):
+    """24 records, five a step, in shards of 7, 2 and 15: one step of five, then four when the dataset is complete."""
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.01)
+    parts = copy_in_parts(shards, tmp_path, sizes=[7, 2, 15])
+    parts[0]()
+    reader, arrived = ShardReader(tmp_path, split="train"), []
+    planner = following(reader, arrived)
+    assert planner.total_steps() == 2 * 5, "an estimate, from follow_conversations"
+    growing = planner.parts(0)
+    first = next(growing)
+    assert len(first) == 1 and sorted(indices(first)) == [0, 1, 2, 3, 4]
+    later = threading.Timer(0.1, lambda: [parts[1](), time.sleep(0.1), parts[2]()])
+    later.start()
+    rest = list(growing)
+    later.join()
+    assert sorted(indices(first) + [i for steps in rest for i in indices(steps)]) == list(range(24))
+    assert all(len(step) for steps in rest for step in steps) and arrived[0] == 5 and arrived[-1] == 24
+    assert sorted(indices([step for part in planner.parts(1) for step in part])) == list(range(24))
+
+
+def test_a_continued_run_follows_the_parts_of_the_one_before(shards, tmp_path, monkeypatch):
+    """By then there is more: the parts that were begun stay as they were, the rest is planned over what is there."""
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.01)
+    parts = copy_in_parts(shards, tmp_path, sizes=[12, 12])
+    parts[0]()
+    arrived: list[int] = []
+    before = next(following(ShardReader(tmp_path, split="train"), arrived).parts(0))
+    parts[1]()
+    again = list(following(ShardReader(tmp_path, split="train"), list(arrived)).parts(0))
+    assert again[0] == before
+    assert sorted(i for steps in again for i in indices(steps)) == list(range(24))
+
+
+def test_the_first_process_decides_and_another_waits_until_it_sees_as_much(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.01)
+    parts = copy_in_parts(shards, tmp_path, sizes=[5, 19])
+    parts[0]()
+    behind = following(ShardReader(tmp_path, split="train"), [], agree=lambda stop: 20)  # sees 5, is told 20
+    threading.Timer(0.1, parts[1]).start()
+    assert sorted(indices(next(behind.parts(0)))) == list(range(20))
+
+
+def train(overrides: list[str]) -> dict:
+    """The stage in this process, without the launcher; its summary."""
+    with initialize_config_dir(str(CONF), version_base=None):
+        config = typed(TrainConfig, compose("train", overrides=overrides))
+    try:
+        return main.main.__wrapped__(config)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.timeout(120)
+def test_a_run_follows_a_dataset_on_s3_from_before_its_first_shard_to_its_end(
+    bucket, shards, tiny_llama, tmp_path, monkeypatch, capfd
+):
+    """24 conversations, five a step: one step of the first shard's seven, four once the rest has arrived; two epochs."""
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.05)
+    here, run = tmp_path / "here", tmp_path / "run"
+
+    def extract() -> None:
+        here.mkdir()
+        shutil.copy(shards / vocab.FILE, here)
+        with Uploader(here, bucket, keep_local=False) as uploader:
+            send = partial(copy, shards, here, on_finished=uploader.send)
+            time.sleep(0.3)
+            send(range(7))
+            while not (run / "metrics.jsonl").exists() or not losses(run):
+                time.sleep(0.05)
+            send(range(7, 9))
+            send(range(9, 24))
+            send(range(6), split="validation")
+            mark_complete(here)
+
+    extraction = threading.Thread(target=extract, daemon=True)
+    extraction.start()
+    changes = {"follow": "true", "follow_conversations": 24, "epochs": 2, "evaluate_every_epochs": 0}
+    summary = train(options(bucket, run, tiny_llama, **changes))
+    extraction.join()
+    assert f"follow: waiting for {bucket}" in capfd.readouterr().out
+    supervised = sum(entry.num_supervised for entry in ShardReader(shards, split="train").entries)
+    assert (summary["steps"], summary["supervised_tokens"]) == (10, 2 * supervised)
+    assert summary["documents"] == 6, "of the validation split, which came last"
+    arrived = json.loads((run / "checkpoints" / "step-000010" / "state.json").read_text())["arrived"]
+    assert arrived[0] == 5 and arrived[-1] == 24
+    assert (run / "export" / "config.json").exists()
+    assert not list(tmp_path.rglob("*.tar")), "all of them were sent away, and streamed back"
