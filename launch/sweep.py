@@ -91,8 +91,16 @@ def label_of(overrides: list[str], keys: list[str]) -> str:
     return " ".join(f"{names[key]}={_short(options[key])}" for key in keys if key in options)
 
 
-def place(folder: Path, wanted: list[tuple[list[str], str, str]]) -> list[Job]:
-    """Give every (overrides, label, inputs) its number and folder: the one it had, or the next that is free."""
+def place(folder: Path, wanted: list[tuple[list[str], str, str]], *, by_label: bool = False) -> list[Job]:
+    """Give every (overrides, label, inputs) its number and folder: the one it had, or the next that is free.
+
+    by_label  a job is known by what differs, and its folder has no number: what was changed goes on there
+    """
+    if by_label:
+        return [
+            Job(number, label, folder / (_words(label) or ["job"])[0], tuple(overrides), inputs)
+            for number, (overrides, label, inputs) in enumerate(wanted)
+        ]
     known, taken = {}, [-1]
     for file in sorted(folder.glob(f"*/{STATUS}")):
         found = _read(file)

@@ -1,6 +1,7 @@
-"""Hydra's launcher for sweeps: one `accelerate launch` per job, here or on a cluster.
+"""Hydra's launcher for sweeps: one `accelerate launch` per job of training, here or on a cluster.
 
     python train/main.py -m optim.lr=1e-4,3e-4 drafter.depths=4,7 target=... shards=SHARDS out=SWEEP
+    python extract/main.py -m part=0/4,1/4,2/4,3/4 target=... prompts=PROMPTS out=PARTS     a plain process per job
 
 Jobs in Hydra's own process cannot do: a second DeepSpeed engine, another precision or another number of processes
 needs a process of its own. Found by its place alone: data/config.py puts launch/ on Python's path.
@@ -49,7 +50,7 @@ class AccelerateLauncherConf:
     """Defaults: conf/hydra/launcher/accelerate.yaml.
 
     jobs           how many run at a time; with GPUs enough for all of them, each has its own
-    num_processes  of each job; null: as the config file says, or 1
+    num_processes  of each job, a GPU for each; null: as the config file says, or 1. Of extraction: GPUs of each job
     config_file    of `accelerate launch`, for each job
     options        more options of `accelerate launch`
     cluster        null: here
@@ -98,7 +99,7 @@ class AccelerateLauncher(Launcher):
             raise HydraException("a sweep starts `accelerate launch` itself, once a job: start it with plain python")
         setup_globals()
         overrides = [[o for o in job if not o.startswith("out=")] for job in job_overrides]
-        jobs = place(Path(self.config.hydra.sweep.dir), self._described(overrides))
+        jobs = place(Path(self.config.hydra.sweep.dir), self._described(overrides), by_label=not self._trains)
         todo = [job for job in dict.fromkeys(jobs) if job.summary() is None]
         done = len(set(jobs)) - len(todo)
         print(f"sweep: {len(set(jobs))} jobs, {done} finished before, {len(todo)} to run, {self.jobs} at a time", flush=True)
@@ -128,6 +129,11 @@ class AccelerateLauncher(Launcher):
         return returns
 
     @property
+    def _trains(self) -> bool:
+        """Else a job is one plain process, and another setting does not make it another job."""
+        return self.config.hydra.job.config_name == "train"
+
+    @property
     def _all_jobs_are_known(self) -> bool:
         """True for Hydra's own sweeper, which stops at the first failure that it hears of."""
         return "BasicSweeper" in self.config.hydra.sweeper._target_
@@ -153,8 +159,8 @@ class AccelerateLauncher(Launcher):
                 content.pop("tracker", None)
             except ValueError as error:
                 raise HydraException(f"{label_of(told, keys)}: {error}") from error
-            manifest = Path(content.get("shards") or "") / "manifest.json"
-            inputs = fingerprint(content, *([manifest] if manifest.is_file() else []))
+            read = [Path(content.get("shards") or "") / "manifest.json", Path(content.get("prompts") or "") / "summary.json"]
+            inputs = fingerprint(content, *(file for file in read if file.is_file()))
             described.append((told, label_of(told, keys), inputs))
         return described
 
@@ -164,6 +170,8 @@ class AccelerateLauncher(Launcher):
             given = {override.split("=")[0] for override in job.overrides}
             named = {"tracker.group": job.out.parent.name, "tracker.run_name": job.label or job.out.name}
             overrides += [f"{key}={_quoted(value)}" for key, value in named.items() if key not in given]
+        if not self._trains:
+            return [sys.executable, sys.argv[0], *overrides]
         launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *self._accelerate()]
         return [*launch, *self.options, sys.argv[0], *overrides]
 
