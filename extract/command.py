@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -69,7 +70,7 @@ class Drafting:
 def installation(engine: EngineConfig) -> Installation:
     """Asks `engine.python` for its SGLang.
 
-    Raises ValueError if there is no such Python, no SGLang in it, or a version Eyas was not read against.
+    Raises ValueError if there is no such Python, no SGLang in it, or one of another version than VERSIONS.
     """
     if engine.python is None:
         found = _here()
@@ -77,12 +78,16 @@ def installation(engine: EngineConfig) -> Installation:
         found = _elsewhere(engine.python, need_device=engine.device == "auto")
     if engine.device != "auto":
         found = Installation(found.python, found.version, engine.device)
-    numbers = tuple(int(n) for n in found.version.split(".")[:3] if n.isdigit())
-    first, last = VERSIONS
-    if not first <= numbers <= last:
-        first, last = (".".join(map(str, version)) for version in VERSIONS)
-        raise ValueError(f"{found.python} has SGLang {found.version}: Eyas needs {first} to {last}, install one")
+    check_version(found.version, f"{found.python} has")
     return found
+
+
+def check_version(version: str, where: str) -> None:
+    """Raises ValueError, which begins with `where`, unless it is an SGLang that Eyas was read against."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if not VERSIONS[0] <= numbers <= VERSIONS[1]:
+        first, last = (".".join(map(str, known)) for known in VERSIONS)
+        raise ValueError(f"{where} SGLang {version}: Eyas needs {first} to {last}, install one")
 
 
 def _here() -> Installation:

@@ -19,7 +19,8 @@ from typing import Any
 from tqdm import tqdm
 
 from data.boundaries import architecture_of
-from extract.command import Capturing, Drafting, Installation, command, environment, install_plugin, installation
+from extract.command import Capturing, Drafting, Installation, check_version, command, environment, install_plugin
+from extract.command import installation
 from extract.config import EngineConfig, ServerConfig
 from extract.readiness import Watch
 from extract.spool import empty
@@ -70,6 +71,8 @@ class Server:
                 self._start()
             self._wait()
             self._check_model()
+            if self.config.url:
+                version_at(self.url)
             if self.capturing and self.capturing.layer_ids is not None:
                 self._check_plugin()
             if self._process:
@@ -248,15 +251,29 @@ def _interval() -> float:
 
 
 def version_at(url: str) -> str:
-    """The SGLang version of a running server. Raises ValueError if there is none at `url`."""
-    try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as answer:
-            return json.loads(answer.read())["version"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"no SGLang server answers at server.url={url} ({error}): start it there, or leave server.url out to have "
-            f"one started"
-        ) from error
+    """The SGLang version of a running server.
+
+    Raises ValueError if nothing answers at `url`, or something else than an SGLang that Eyas was read against.
+    """
+    url, version = url.rstrip("/"), None
+    for path in ("/server_info", "/get_server_info"):  # the older name too, to say which version it is
+        try:
+            with urllib.request.urlopen(url + path, timeout=HEALTH_SECONDS) as answer:
+                version = json.loads(answer.read())["version"]
+            break
+        except urllib.error.HTTPError as error:
+            said = f"{path} says {error.code}"
+        except (ValueError, KeyError, TypeError):
+            said = f"{path} tells no version"
+        except OSError as error:
+            raise ValueError(
+                f"no SGLang server answers at server.url={url} ({error}): start it there, or leave server.url out to "
+                f"have one started"
+            ) from error
+    if version is None:
+        raise ValueError(f"what answers at server.url={url} is no SGLang ({said}): give the url of an SGLang server")
+    check_version(str(version), f"the server at server.url={url} is")
+    return version
 
 
 def _group_exists(group: int) -> bool:

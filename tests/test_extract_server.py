@@ -32,6 +32,7 @@ if sys.argv[1] == "-c":
     print(json.dumps(["0.4.1" if state == "old" else "0.5.23", None]))
     sys.exit()
 options = dict(zip(sys.argv, sys.argv[1:]))
+VERSIONS = {{"serves_0_5_15": "0.5.15.post1", "serves_0_5_24": "0.5.24", "serves_a_post": "0.5.16.post1"}}
 print("starting", state, flush=True)
 if state == "exits":
     print("RuntimeError: CUDA out of memory", flush=True)
@@ -54,6 +55,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         loading = state == "loads" and self.path == "/health"
         answer = {{"architectures": ["Qwen3ForCausalLM" if state == "other" else "LlamaForCausalLM"],
                   "model_path": options["--model-path"], "version": "0.5.20"}}
+        if state in VERSIONS:
+            answer["version"] = VERSIONS[state]
+        if state == "no_version":
+            del answer["version"]
         self.send_response(503 if loading else 200)
         self.end_headers()
         self.wfile.write(b"" if self.path == "/health" else json.dumps(answer).encode())
@@ -216,6 +221,30 @@ def test_attaching_to_nothing_is_refused(tiny_llama, tmp_path):
     assert f"nothing answers at server.url={url}" in refused(None, tiny_llama, tmp_path, url=url)
     with pytest.raises(ValueError, match="no SGLang server answers"):
         version_at(url)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("serves_0_5_15", r"the server at server.url=\S+ is SGLang 0.5.15.post1: Eyas needs 0.5.16 to 0.5.23"),
+        ("serves_0_5_24", r"is SGLang 0.5.24: Eyas needs 0.5.16 to 0.5.23"),
+        ("no_version", r"what answers at server.url=\S+ is no SGLang"),
+    ],
+)
+def test_attaching_to_a_version_that_eyas_does_not_know_is_refused(stand_in, tiny_llama, tmp_path, state, words):
+    """As one that is to be started is. It goes on; a stage says so in one line, before it does anything."""
+    with server(stand_in(state), tiny_llama, tmp_path) as running:
+        with pytest.raises(ValueError, match=words):
+            version_at(running.url)
+        with pytest.raises(ValueError, match=words):
+            with server(None, tiny_llama, tmp_path, url=running.url):
+                pass
+        assert running.is_alive()
+
+
+def test_a_post_release_counts_as_its_release(stand_in, tiny_llama, tmp_path):
+    with server(stand_in("serves_a_post"), tiny_llama, tmp_path) as running:
+        assert version_at(running.url + "/") == "0.5.16.post1"
 
 
 def test_attaching_leaves_the_server_running(stand_in, tiny_llama, tmp_path):
