@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from pathlib import Path
+
 import torch
 
 from extract.cpu import attention, eagle, kv
+from extract.cpu.shim import sglang_version
 
 
 def test_slots_are_written_to_and_read_from_the_requests_own_rows():
@@ -241,3 +246,40 @@ def check_decode(lengths, *, window=0, sinks=None):
         visible = torch.arange(length) >= (length - window if window else 0)
         expected = truth(q[i], k_buffer[slots], v_buffer[slots], visible=visible, scale=0.3, sinks=sinks)
         torch.testing.assert_close(out[i].double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_the_operators_take_what_the_installed_sglang_passes_them():
+    """The arguments of its calls, counted in its own source."""
+    backend = Path(importlib.util.find_spec("sglang").origin).parent / "srt/layers/attention/intel_amx_backend.py"
+    passed = {
+        node.func.attr: len(node.args)
+        for node in ast.walk(ast.parse(backend.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("attention_fwd")
+    }
+    for schema in attention.schemas(sglang_version()):
+        declared = torch._C.parse_schema(f"sgl_kernel::{schema}")
+        assert passed.pop(declared.name.split("::")[1].replace("_cpu", "_fwd")) == len(declared.arguments)
+    assert passed == {}
+
+
+def test_calls_of_versions_without_scales_are_the_same_attention():
+    """SGLang 0.5.16 passes neither scales nor is_causal: four fewer arguments than 0.5.23 in all, same numbers out."""
+    counts = {
+        version: [len(torch._C.parse_schema(f"sgl_kernel::{schema}").arguments) for schema in attention.schemas(version)]
+        for version in ((0, 5, 16), (0, 5, 19), (0, 5, 20))
+    }
+    assert counts == {(0, 5, 16): [19, 17], (0, 5, 19): [20, 17], (0, 5, 20): [22, 19]}
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, generator=generator), *torch.randn(2, 3, 4, generator=generator)
+    cache, table = torch.zeros(8, 1, 4), torch.arange(8, dtype=torch.int32).reshape(1, 8)
+    one, three, zero = torch.tensor([1]), torch.tensor([3]), torch.tensor([0])
+    told = (table, zero, three, three, zero, 3, 0.5, 0.0, False, 0, None, None, None)
+    new, old = torch.zeros(3, 2, 4), torch.zeros(3, 2, 4)
+    attention.extend_attention_cpu(q, k, v, new, cache, cache, 1.0, 1.0, *told, True)
+    attention.with_scales(attention.extend_attention_cpu, 6)(q, k, v, old, cache, cache, *told)
+    assert new.abs().max() > 0 and torch.equal(old, new)
+    told = (k[:1], v[:1], zero, None, table, zero, one, 0.5, 0.0, False, 0, None, None)
+    new, old = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
+    attention.decode_attention_cpu(q[:1], cache.clone(), cache.clone(), 1.0, 1.0, new, *told)
+    attention.with_scales(attention.decode_attention_cpu, 3)(q[:1], cache.clone(), cache.clone(), old, *told)
+    assert new.abs().max() > 0 and torch.equal(old, new)

@@ -7,32 +7,50 @@ window of the last tokens only, and a head may have a sink (GPT-OSS). A slot of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-SCHEMAS = (
-    "extend_attention_cpu(Tensor q, Tensor? k, Tensor? v, Tensor(a!) o, Tensor k_buffer, Tensor v_buffer, "
-    "float k_scale, float v_scale, Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, "
-    "Tensor extend_seq_lens, Tensor extend_start_loc, int max_len_extend, float sm_scale, float logit_cap, "
-    "bool is_cross_attn, int sliding_window, Tensor? encoder_lens, Tensor? sinks, Tensor? tree_mask, "
-    "bool is_causal) -> ()",
-    "decode_attention_cpu(Tensor q, Tensor(a!) k_buffer, Tensor(b!) v_buffer, float k_scale, float v_scale, "
-    "Tensor(c!) o, Tensor? k, Tensor? v, Tensor loc, Tensor attn_logits, Tensor req_to_token, "
-    "Tensor req_pool_indices, Tensor seq_lens, float sm_scale, float logit_cap, bool is_cross_attn, "
-    "int sliding_window, Tensor? encoder_lens, Tensor? sinks) -> ()",
-)
+SCALES_SINCE, CAUSAL_SINCE = (0, 5, 20), (0, 5, 19)  # SGLang versions whose calls pass k_scale and v_scale, and is_causal
 _libraries: list[torch.library.Library] = []  # the operators live as long as their library does
 
 
-def register_operators() -> None:
-    """Declares torch.ops.sgl_kernel.{extend,decode}_attention_cpu; once a process."""
+def schemas(version: tuple[int, ...]) -> tuple[str, str]:
+    """The two operators as SGLang of this version calls them, by position."""
+    scales = "float k_scale, float v_scale, " if version >= SCALES_SINCE else ""
+    causal = ", bool is_causal" if version >= CAUSAL_SINCE else ""
+    return (
+        "extend_attention_cpu(Tensor q, Tensor? k, Tensor? v, Tensor(a!) o, Tensor k_buffer, Tensor v_buffer, "
+        f"{scales}Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, Tensor extend_seq_lens, "
+        "Tensor extend_start_loc, int max_len_extend, float sm_scale, float logit_cap, bool is_cross_attn, "
+        f"int sliding_window, Tensor? encoder_lens, Tensor? sinks, Tensor? tree_mask{causal}) -> ()",
+        "decode_attention_cpu(Tensor q, Tensor(a!) k_buffer, Tensor(b!) v_buffer, "
+        f"{scales}Tensor(c!) o, Tensor? k, Tensor? v, Tensor loc, Tensor attn_logits, Tensor req_to_token, "
+        "Tensor req_pool_indices, Tensor seq_lens, float sm_scale, float logit_cap, bool is_cross_attn, "
+        "int sliding_window, Tensor? encoder_lens, Tensor? sinks) -> ()",
+    )
+
+
+def register_operators(version: tuple[int, ...]) -> None:
+    """Declares torch.ops.sgl_kernel.{extend,decode}_attention_cpu for SGLang of this version; once a process."""
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
-    for schema in SCHEMAS:
+    for schema in schemas(version):
         library.define(schema)
-    library.impl("extend_attention_cpu", extend_attention_cpu, "CPU")
-    library.impl("decode_attention_cpu", decode_attention_cpu, "CPU")
+    kernels = {"extend_attention_cpu": (extend_attention_cpu, 6), "decode_attention_cpu": (decode_attention_cpu, 3)}
+    for name, (kernel, position) in kernels.items():
+        library.impl(name, kernel if version >= SCALES_SINCE else with_scales(kernel, position), "CPU")
     _libraries.append(library)
+
+
+def with_scales(kernel: Callable, position: int) -> Callable:
+    """For calls without k_scale and v_scale, which stand at `position`."""
+
+    def call(*arguments: object) -> None:
+        kernel(*arguments[:position], 1.0, 1.0, *arguments[position:])
+
+    return call
 
 
 def extend_attention_cpu(
@@ -57,7 +75,7 @@ def extend_attention_cpu(
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
     tree_mask: Tensor | None,
-    is_causal: bool,
+    is_causal: bool = True,
 ) -> None:
     """New tokens of each request attend to its cached prefix and to one another; the result is written to `o`.
 

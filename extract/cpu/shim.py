@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.metadata
 import importlib.util
+import re
 import sys
 import types
 from pathlib import Path
@@ -37,9 +39,25 @@ def install() -> None:
     module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", loader=None)
     for kernel in KERNELS:
         setattr(module, kernel.__name__, kernel)
-    attention.register_operators()
+    attention.register_operators(sglang_version())
     sys.modules["sgl_kernel"] = module
     _declare_torchvision_operators()
+
+
+def sglang_version() -> tuple[int, ...]:
+    """Of the SGLang that this process would import, like (0, 5, 23)."""
+    return tuple(int(number) for number in re.findall(r"\d+", importlib.metadata.version("sglang"))[:3])
+
+
+def keep_attention_backend() -> None:
+    """Until 0.5.17 SGLang replaced the two backends asked for by torch_native, which has no MLA, on a CPU without AMX.
+
+    Called where the options are read, before the server's other processes start with what came of them.
+    """
+    if sglang_version() < (0, 5, 18):
+        from sglang.srt.arg_groups import overrides
+
+        overrides.cpu_has_amx_support = lambda: True
 
 
 def _declare_torchvision_operators() -> None:
