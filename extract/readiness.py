@@ -43,6 +43,18 @@ def loading_progress(log: str) -> str:
     return said
 
 
+def cure_of(last_lines: list[str]) -> str:
+    """What to do about a server whose log ended so."""
+    text = " ".join(last_lines).lower()
+    if "no space left" in text:
+        return "free some disk space"
+    if "out of memory" in text or "not enough memory" in text:
+        return "lower engine.mem_fraction or engine.max_total_tokens, or use more GPUs (engine.tensor_parallel)"
+    if "address already in use" in text:
+        return "set server.port=0 for a free one"
+    return "see its log"
+
+
 @dataclass(frozen=True)
 class Activity:
     """What a server's processes did in the seconds between two looks."""
@@ -69,6 +81,7 @@ class Watch:
         self._log, self._pid = log, pid
         self.silence_seconds, self.hang_seconds = silence_seconds, hang_seconds
         self._size, self._since, self._told = -1, time.monotonic(), False
+        self._log_counts = True
         self.schedulers: list[int] = []  # further process ids to look at, where they are known
         self._before = self._measure()
 
@@ -94,8 +107,15 @@ class Watch:
         """A sign of life from elsewhere than the log: the silence begins anew."""
         self._since, self._told = time.monotonic(), False
 
+    def ignore_log(self) -> None:
+        """From now on `alive` alone ends a silence."""
+        self._log_counts = False
+        self.alive()
+
     def silence(self) -> float:
-        """Seconds since the last new line in the log."""
+        """Seconds since the last new line in the log, or since `alive` was called."""
+        if not self._log_counts:
+            return time.monotonic() - self._since
         try:
             size = self._log.stat().st_size
         except OSError:

@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,20 +13,21 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tqdm import tqdm
 
 from data.boundaries import architecture_of
+from extract.claims import check_port, claim_folder, free_port
 from extract.command import Capturing, Drafting, Installation, check_version, command, environment, install_plugin
 from extract.command import installation
 from extract.config import EngineConfig, ServerConfig
-from extract.readiness import Watch
+from extract.readiness import Watch, cure_of
 from extract.spool import empty
 
 POLL_SECONDS = 0.2
 HEALTH_SECONDS = 30.0  # longest wait for /health, which SGLang answers after 20 s where its scheduler does not
-READY, NO_PORT = "ready", "port not open yet"
+READY, LOADING, NO_PORT = "ready", "loading (503)", "port not open yet"
 STOP_SECONDS = 5.0  # for the server's other processes to follow the first
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -64,6 +64,7 @@ class Server:
         self._process: subprocess.Popen | None = None
         self._watch: Watch | None = None
         self._stopping = threading.Event()
+        self._claimed: list[IO[str]] = []  # locks on the folders that it writes to
 
     def __enter__(self) -> Server:
         try:
@@ -75,8 +76,7 @@ class Server:
                 version_at(self.url)
             if self.capturing and self.capturing.layer_ids is not None:
                 self._check_plugin()
-            if self._process:
-                threading.Thread(target=self._guard, name="server-guard", daemon=True).start()
+            threading.Thread(target=self._guard, name="server-guard", daemon=True).start()
         except BaseException:
             self.stop()
             raise
@@ -97,6 +97,13 @@ class Server:
     def stop(self) -> None:
         """Ends all processes that were started here; a server attached to goes on."""
         self._stopping.set()
+        try:
+            self._end()
+        finally:
+            while self._claimed:
+                self._claimed.pop().close()
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is None:
             return
@@ -125,21 +132,28 @@ class Server:
 
     def _start(self) -> None:
         found: Installation = installation(self.engine)
-        host, port = self.config.host, self.config.port or _free_port(self.config.host)
-        _check_port(host, port)
+        host, port = self.config.host, self.config.port or free_port(self.config.host)
+        check_port(host, port)
         self.url = f"http://{host}:{port}"
-        self.out.mkdir(parents=True, exist_ok=True)
-        if self.capturing:
-            self.capturing.spool.mkdir(parents=True, exist_ok=True)
-            empty(self.capturing.spool)
-        plugin = install_plugin((self.out / "plugin").resolve())  # the server runs in another folder
+        try:
+            self._claimed.append(claim_folder(self.out, cure="choose another out="))
+            if self.capturing:
+                self._claimed.append(claim_folder(self.capturing.spool, cure="set another server.spool="))
+                empty(self.capturing.spool)
+            plugin = install_plugin((self.out / "plugin").resolve())  # the server runs in another folder
+            log = self.log.open("wb")
+        except OSError as error:
+            raise ValueError(
+                f"cannot write {error.filename or self.out}: {error.strerror}; free some space, or choose another out= "
+                f"or server.spool="
+            ) from error
         line = command(
             self.target.resolve(), found, engine=self.engine, host=host, port=port,
             capturing=self.capturing is not None and self.capturing.layer_ids is not None,
             drafting=self.drafting, trust_remote_code=self.trust_remote_code,
         )  # fmt: skip
         added = environment(found, engine=self.engine, plugin=plugin, capturing=self.capturing)
-        with self.log.open("wb") as log:
+        with log:
             self._process = subprocess.Popen(
                 line, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=self.out,
                 env=os.environ | added, start_new_session=True, preexec_fn=_die_with_parent,
@@ -158,7 +172,7 @@ class Server:
                 if not self.is_alive():
                     status = self._process.returncode
                     what = f"the server exited with status {status} after {elapsed:.0f} s"
-                    raise self.failure(what, cure=_hint(self))
+                    raise self.failure(what, cure=cure_of(self.last_lines(40)))
                 state = self._state()
                 if state == READY:
                     return
@@ -184,7 +198,7 @@ class Server:
         try:
             self.get("/health", timeout_seconds=HEALTH_SECONDS)
         except urllib.error.HTTPError as error:
-            return "loading (503)" if error.code == 503 else f"answers {error.code}"
+            return LOADING if error.code == 503 else f"answers {error.code}"
         except TimeoutError:
             return f"its port is open, /health does not answer in {HEALTH_SECONDS:.0f} s"
         except OSError:
@@ -194,9 +208,10 @@ class Server:
     def _guard(self) -> None:
         """In a thread, while the server works: one that no longer answers is told about, and at last ended.
 
-        Its clients then hear that it is gone, and `failure` says why.
+        Its clients then hear that it is gone, and `failure` says why. One that was attached to is only told about.
         """
         every, watch = max(POLL_SECONDS, self.config.silence_seconds / 4), self._watch
+        watch.ignore_log()  # into which SGLang writes at every /health that fails
         while not self._stopping.wait(every):
             if not self.is_alive():
                 return
@@ -204,6 +219,7 @@ class Server:
             if state == READY:
                 watch.alive()
                 continue
+            state = "/health fails (503)" if state == LOADING else state
             if said := watch.look(state):
                 tqdm.write(said, file=sys.stderr)
             process = self._process
@@ -282,35 +298,6 @@ def _group_exists(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _hint(server: Server) -> str:
-    lines = " ".join(server.last_lines(40)).lower()
-    if "no space left" in lines:
-        return "free some disk space"
-    if "out of memory" in lines or "not enough memory" in lines:
-        return "lower engine.mem_fraction or engine.max_total_tokens, or use more GPUs (engine.tensor_parallel)"
-    if "address already in use" in lines:
-        return "set server.port=0 for a free one"
-    return "see its log"
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return found.getsockname()[1]
-
-
-def _check_port(host: str, port: int) -> None:
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind((host, port))
-        except OSError as error:
-            raise ValueError(
-                f"port {port} of {host} cannot be used ({error.strerror}): set server.port=0 for a free one, or attach "
-                f"to the server there with server.url=http://{host}:{port}"
-            ) from error
 
 
 def _die_with_parent() -> None:

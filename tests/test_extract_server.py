@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -52,7 +53,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         asked_health += self.path == "/health"
         if state == "stalls" and asked_health > 1:
             stand_still()
-        loading = state == "loads" and self.path == "/health"
+        if state == "fails" and asked_health > 1:
+            print("Health check failed. Server couldn't get a response from detokenizer", flush=True)
+        loading = self.path == "/health" and (state == "loads" or state == "fails" and asked_health > 1)
         answer = {{"architectures": ["Qwen3ForCausalLM" if state == "other" else "LlamaForCausalLM"],
                   "model_path": options["--model-path"], "version": "0.5.20"}}
         if state in VERSIONS:
@@ -154,20 +157,64 @@ def test_a_server_that_loads_for_ever_is_told_from_one_without_a_port_and_how_fa
     assert "loading (503), Loading safetensors checkpoint shards 40 %" in message
 
 
+@pytest.mark.parametrize(
+    ("state", "words", "function"),
+    [("stalls", "/health does not answer", "stand_still"), ("fails", "/health fails (503)", "serve_forever")],
+)
 def test_a_ready_server_that_stops_answering_is_ended_and_the_error_says_what_was_seen(
-    stand_in, tiny_llama, tmp_path, monkeypatch, capsys
+    stand_in, tiny_llama, tmp_path, monkeypatch, capsys, state, words, function
 ):
+    """Also one whose log grows meanwhile: SGLang writes a line at every /health that its scheduler does not answer."""
     monkeypatch.setattr(server_module, "HEALTH_SECONDS", 0.3)
-    with server(stand_in("stalls"), tiny_llama, tmp_path, silence_seconds=0.5, hang_seconds=1.5) as running:
+    with server(stand_in(state), tiny_llama, tmp_path, silence_seconds=0.5, hang_seconds=1.5) as running:
         deadline = time.monotonic() + 30
         while running.is_alive():
             assert time.monotonic() < deadline
             time.sleep(0.05)
         error = str(running.failure("the server ended while extracting", cure="the same command continues there"))
-    assert "it hung, silent for" in error and "does not answer" in error and "processes wait" in error
+    assert "it hung, silent for" in error and words in error and "processes wait" in error
     assert "the server has said nothing for" in capsys.readouterr().err
     stacks = sorted((tmp_path / "out").glob("stacks-*.txt"))
-    assert "stand_still (stalls:" in stacks[-1].read_text()
+    assert f"{function} (" in stacks[-1].read_text()
+
+
+def test_a_server_attached_to_that_stops_answering_is_told_about_and_left_alone(
+    stand_in, tiny_llama, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(server_module, "HEALTH_SECONDS", 0.3)
+    with server(stand_in("ready"), tiny_llama, tmp_path) as running:
+        with server(None, tiny_llama, tmp_path / "other", url=running.url, silence_seconds=0.4, hang_seconds=0.5):
+            os.kill(running._process.pid, signal.SIGSTOP)
+            deadline, told = time.monotonic() + 30, ""
+            while "has said nothing for" not in told:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+                told += capsys.readouterr().err
+            time.sleep(0.5)
+            os.kill(running._process.pid, signal.SIGCONT)
+        assert running.is_alive() and "its stacks are not ours to see" in told
+
+
+def test_a_second_server_for_the_same_folder_or_spool_is_refused_and_disturbs_nothing(stand_in, tiny_llama, tmp_path):
+    """Two extractors with one out, or two with one server.spool: the first one's rows and plugin stay where they are."""
+    with server(stand_in("ready"), tiny_llama, tmp_path, capture=True) as running:
+        rows = tmp_path / "spool/eyas-1-train-0"
+        rows.mkdir()
+        message = refused(stand_in("ready"), tiny_llama, tmp_path, capture=True)
+        assert f"another process has a server that writes to {tmp_path}/out" in message and "choose another out=" in message
+        other = server(stand_in("ready"), tiny_llama, tmp_path, capture=True)
+        other.out = tmp_path / "other"
+        with pytest.raises(ValueError, match=f"writes to {tmp_path}/spool: wait for it to end, or set another server.spool="):
+            other.__enter__()
+        assert rows.exists() and (running.out / "plugin/extract/plugin.py").exists() and running.get("/model_info")
+    with server(stand_in("ready"), tiny_llama, tmp_path, capture=True) as running:
+        assert running.is_alive() and not rows.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(stand_in, tiny_llama, tmp_path):
+    (tmp_path / "out").write_text("a file where a folder is to be")
+    message = refused(stand_in("ready"), tiny_llama, tmp_path)
+    assert f"cannot write {tmp_path}/out: File exists" in message and "choose another out=" in message
 
 
 @pytest.mark.parametrize(
