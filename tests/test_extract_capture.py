@@ -90,10 +90,14 @@ def test_captured_states_are_hugging_faces_at_every_boundary(name, boundaries, t
             assert states.next_token == int((expected.last[-1] @ reference.head.T).argmax())
 
 
-def test_live_acceptance_is_what_the_pair_was_constructed_for(models, tmp_path):
+def test_live_acceptance_is_what_the_pair_was_constructed_for(tmp_path):
+    check_live_acceptance(tmp_path)
+
+
+def check_live_acceptance(tmp_path: Path, **engine) -> None:
     """41 tokens: the first from the prefill, 40 in steps of 4 where all drafts are right, of 2 where one is."""
     pair = known_pair(tmp_path / "pair")
-    with serve(pair.target, tmp_path, drafter=pair.drafter, num_steps=NUM_STEPS, feed=True) as server:
+    with serve(pair.target, tmp_path, drafter=pair.drafter, num_steps=NUM_STEPS, feed=True, **engine) as server:
 
         async def work(client):
             return [
