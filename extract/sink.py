@@ -26,6 +26,11 @@ from extract.server import Server
 RETRY_SECONDS = 0.1  # before the second try, then twice as long each time
 LANES = 4  # shards that are written at a time; one lane does 1 to 2 GB/s, an H200 prefills a small target's states at 4
 MAX_REQUESTS = 1024  # in flight, whatever their size
+MAX_IN_A_ROW = 64  # prompts that fail one after the other: what fails them will fail the rest, a full spool for one
+
+
+class AllFail(Exception):
+    """One prompt after the other fails, and none is captured."""
 
 
 class ByteBudget:
@@ -129,6 +134,7 @@ class _Stream:
         self._server, self._writer, self._extracted, self._progress = server, writer, extracted, progress
         self._forecast = forecast
         self._retries, self._head, self._codec = retries, head, Codec.parse(writer.provenance.codec)
+        self._failed_in_a_row = 0
 
     async def run(self, prompts: list[Prompt], *, in_flight_bytes: int) -> None:
         budget, pending = ByteBudget(in_flight_bytes), asyncio.Queue(MAX_REQUESTS)
@@ -160,6 +166,15 @@ class _Stream:
                 f"shards of {self._writer.out} and kept",
                 cure="the same command continues there",
             ) from error
+        except* AllFail as failed:
+            self._writer.close()
+            kept, spool = len(finished_ids(self._writer.out)), self._server.capturing.spool
+            raise self._server.failure(
+                f"{MAX_IN_A_ROW} prompts in a row could not be captured, the last {failed.exceptions[0]}; the {kept} "
+                f"records captured so far are in finished shards of {self._writer.out} and kept",
+                cure=f"where {spool} is full, lower in_flight_bytes or set server.spool= to a larger disk; else see the "
+                f"log; the same command continues there",
+            ) from failed.exceptions[0]
         except* OSError as full:
             self._writer.fail(full.exceptions[0])
         except* ValueError as wrong:
@@ -179,17 +194,22 @@ class _Stream:
             await pending.put(asyncio.create_task(self._capture(prompt, client, number=number)))
 
     async def _capture(self, prompt: Prompt, client: Client, *, number: int) -> Captured | str:
-        """What was captured, or why nothing could be. Raises ServerGone."""
+        """What was captured, or why nothing could be. Raises ServerGone, AllFail."""
         reason = ""
         for attempt in range(self._retries + 1):
             rid = rid_of(f"{prompt.split}-{number}-{attempt}")
             try:
-                return (await fetch(client, self._server.capturing.spool, torch.from_numpy(prompt.tokens), rid=rid))[0]
+                captured = (await fetch(client, self._server.capturing.spool, torch.from_numpy(prompt.tokens), rid=rid))[0]
+                self._failed_in_a_row = 0
+                return captured
             except RequestRefused as error:
                 return f"refused by the server: {error}"
             except RequestFailed as error:
                 reason = f"{self._retries + 1} times: {error}"
                 await asyncio.sleep(RETRY_SECONDS * 2**attempt)
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= MAX_IN_A_ROW:
+            raise AllFail(reason)
         return reason
 
     async def _record(self, prompt: Prompt, captured: Captured) -> Record:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import extract.server as server_module
+import tests.test_extract_sink as sink_test
+from data.manifest import finished_ids
 from extract import fetch, sink
 from extract.capture import Reference
 from extract.client import Client, ServerGone
@@ -165,3 +167,28 @@ def test_a_real_server_whose_forward_stands_still_is_told_of_ended_and_its_stack
     assert "the server has said nothing for" in capsys.readouterr().err
     stacks = sorted(tmp_path.glob("stacks-*.txt"))[-2:]  # as it was told, and as it was ended
     assert all("stand_still (hang.py:" in file.read_text() and "forward" in file.read_text() for file in stacks)
+
+
+def test_a_spool_that_stays_full_ends_the_run_soon_and_keeps_what_has_come(tmp_path, monkeypatch):
+    """After 64 prompts in a row, not after each of many thousand; the same call continues when there is room."""
+    monkeypatch.setattr(sink, "RETRY_SECONDS", 0.0)
+    out, rows = tmp_path / "shards", sink_test.prompts(300)
+    with sink_test.StandIn(tmp_path / "spool", lambda name, attempt: "fine") as server:
+        asked, write_part = [], sink_test.spool.write_part
+
+        def no_room(folder, rid, **columns):
+            asked.append(rid)
+            if len(set(asked)) > 100:
+                sink_test.spool.write_error(folder, rid, "OSError: [Errno 28] No space left on device")
+            else:
+                write_part(folder, rid, **columns)
+
+        monkeypatch.setattr(sink_test.spool, "write_part", no_room)
+        with pytest.raises(ValueError, match="64 prompts in a row could not be captured, the last 3 times: .*No space left") as error:
+            sink_test.run(server, out, rows, in_flight_bytes=20_000)
+        assert "set server.spool= to a larger disk" in str(error.value) and "the same command continues" in str(error.value)
+        assert len(server.asked) < 100 + 3 * (64 + 64), "the rest is not asked"
+        kept = len(finished_ids(out))
+        assert 30 <= kept <= 100
+        monkeypatch.setattr(sink_test.spool, "write_part", write_part)
+        assert sink_test.run(server, out, rows).records == 300 - kept
