@@ -50,9 +50,9 @@ def main(config: BenchConfig) -> dict:
         **Tally.of(drafted.answers).as_dict(),
         "by_source": {source: tally.as_dict() for source, tally in by_source(drafted.answers).items()},
         "answers_as_recorded": as_recorded(drafted, questions),
-        **speeds(drafted, plain),
         **compared(drafted, plain),
     }
+    summary |= speeds(drafted, plain, tau=summary["tau"])
     print_table(summary)
     return {**summary, "line": line_of(summary)}
 
@@ -65,12 +65,29 @@ def as_recorded(run: Run, questions: list[Question]) -> int | None:
     return sum(a.tokens == recorded[a.id][: len(a.tokens)] for a in run.answers if a.id in recorded)
 
 
-def speeds(drafted: Run, plain: Run | None) -> dict:
+def speeds(drafted: Run, plain: Run | None, *, tau: float) -> dict:
+    """Tokens/s of both runs. `break_even_tau`: how many steps without drafts a step with drafts takes as long as."""
+    speedup = drafted.tokens_per_second / plain.tokens_per_second if plain else None
     return {
         "tokens_per_second": drafted.tokens_per_second,
         "tokens_per_second_without": plain.tokens_per_second if plain else None,
-        "speedup": drafted.tokens_per_second / plain.tokens_per_second if plain else None,
+        "speedup": speedup,
+        "break_even_tau": tau / speedup if speedup else None,
     }
+
+
+def verdict(summary: dict) -> str:
+    """Does it pay here? Accuracy cannot say: what a step costs decides as much as what it yields."""
+    cost = (
+        f"a step with {summary['num_drafts']} drafts takes as long as {summary['break_even_tau']:.2f} without, "
+        f"and yields {summary['tau']:.2f} tokens"
+    )
+    if summary["speedup"] >= 1:
+        return f"{summary['speedup']:.2f} x as fast with drafts: {cost}"
+    return (
+        f"SLOWER WITH DRAFTS, {summary['speedup']:.2f} x: {cost}. Do not serve it like this; compare fewer drafts "
+        f"(num_drafts=; train/evaluate.py says what tau they keep) and other loads (concurrency=)"
+    )
 
 
 def compared(drafted: Run, plain: Run | None) -> dict:
@@ -91,6 +108,8 @@ def print_table(summary: dict) -> None:
             f"  {name:{width}}  {row['answers']:7d}  {row['tokens']:6d}  {row['steps']:5d}  {row['tau']:5.3f}  "
             f"{row['server_accept_length']:16.3f}  {histogram}"
         )
+    if summary["speedup"] is not None:
+        print(f"  {verdict(summary)}")
     if (same := summary["answers_as_recorded"]) is not None:
         print(f"  {same} of {summary['answers']} answers are the recorded ones, on which offline tau is computed")
     if difference := summary["first_difference"]:

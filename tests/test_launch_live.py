@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from launch.ask import Run
+from launch.bench import speeds, verdict
 from launch.live import Answer, Tally, by_source, first_difference
 
 
@@ -65,3 +67,18 @@ def test_the_first_difference_is_named():
 
 def test_an_answer_that_ends_early_differs_where_it_ends():
     assert first_difference({"a": (1,)}, {"a": (1, 2)}) == {"id": "a", "position": 1, "found": None, "expected": 2}
+
+
+def test_a_drafter_that_slows_serving_down_is_told_to_be_taken_away():
+    """2.5 tokens a step sound well; but 100 tokens took 8 s with drafts and 4 s without: a step costs five plain ones."""
+    drafted, plain = (Run([answer("a", tokens=100, steps=40)], seconds) for seconds in (8.0, 4.0))
+    summary = {"tau": 2.5, "num_drafts": 3, **speeds(drafted, plain, tau=2.5)}
+    assert (summary["speedup"], summary["break_even_tau"]) == (0.5, 5.0)
+    assert verdict(summary).startswith("SLOWER WITH DRAFTS, 0.50 x: a step with 3 drafts takes as long as 5.00 without")
+    faster = {"tau": 2.5, "num_drafts": 3, **speeds(plain, drafted, tau=2.5)}
+    assert verdict(faster).startswith("2.00 x as fast with drafts: a step with 3 drafts takes as long as 1.25 without")
+
+
+def test_without_a_run_to_compare_with_there_is_no_speedup():
+    found = speeds(Run([answer("a", tokens=100, steps=40)], 8.0), None, tau=2.5)
+    assert found["tokens_per_second"] == 12.5 and found["speedup"] is None and found["break_even_tau"] is None

@@ -48,7 +48,7 @@ def as_batch(reference: Reference, prompt: list[int], answer: list[int]):
 
 
 def offline(drafter: Drafter, target: Target, batch, *, depths: int) -> Walk:
-    return score_batch(drafter, target, batch, depths=depths, attend=dense)[0].walk
+    return score_batch(drafter, target, batch, depths=depths, attend=dense)[0].walks[-1]
 
 
 @pytest.mark.parametrize("name", ["stands still", "alternates"])

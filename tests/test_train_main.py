@@ -40,6 +40,8 @@ def test_the_exported_drafter_scores_what_training_said(trained, shards, tiny_ll
     )  # fmt: skip
     summary, said = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path, trained))
     assert summary["loss"] == pytest.approx(said["loss"], rel=0.01)
+    few, most = summary["tau_by_drafts"][0], summary["tau_by_drafts"][-1]
+    assert 1.0 <= few <= most == summary["tau"] and len(summary["tau_by_drafts"]) == 3
     assert summary["greedy_share"] == 1.0, "the conversations are the target's own greedy answers"
     assert sum(group["documents"] for group in summary["by_length"].values()) == 6
 

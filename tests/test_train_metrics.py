@@ -27,6 +27,15 @@ def test_a_walk_on_paper():
     assert result.histogram == (1, 0, 2, 0)  # the last step could accept two: no more were wanted
 
 
+def test_fewer_drafts_walk_other_steps():
+    """The same ten tokens with one draft a step. Row 2: x_4 x_5; row 4: x_6; row 5: x_7; row 6: x_8 x_9. 6 tokens in 4 steps."""
+    right = np.zeros((10, 3), dtype=bool)
+    right[2] = [True, True, False]
+    right[6] = [True, True, True]
+    result = walk(right[:, :1], np.arange(10) >= 3)
+    assert (result.tokens, result.steps, result.histogram) == (6, 4, (2, 2))
+
+
 def test_always_right_gives_k_plus_1_and_never_right_gives_1():
     mask = np.arange(42) >= 1  # x_1 from prefill, 40 tokens to generate
     assert walk(np.ones((42, 3), dtype=bool), mask).tau == 4.0

@@ -46,14 +46,15 @@ LENGTH_BUCKETS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 class DocumentScore:
     """One document's share of every metric; scores of any selection add up.
 
-    sums    [6, K] as in metrics.DepthSums    walk  its generations, served on paper
+    sums    [6, K] as in metrics.DepthSums
+    walks   [K] its generations, served on paper with 1 .. K drafts a step
     greedy  supervised tokens that are the target's most likely ones, of `supervised` tokens
     """
 
     source: str
     length: int
     sums: Tensor
-    walk: Walk
+    walks: tuple[Walk, ...]
     greedy: int
     supervised: int
 
@@ -90,7 +91,7 @@ def score_batch(
             source=source,
             length=stop - start,
             sums=sums[..., start:stop].sum(-1),
-            walk=walk(right[start:stop], mask[start:stop].numpy()),
+            walks=tuple(walk(right[start:stop, :k], mask[start:stop].numpy()) for k in range(1, depths + 1)),
             greedy=int(greedy[start:stop].sum()),
             supervised=int(mask[start:stop].sum()),
         )
@@ -125,12 +126,15 @@ def score_reader(
 
 
 def summarize(scores: list[DocumentScore], *, depths: int) -> dict:
-    """Of a selection: tau, acc, alpha, loss, accept_histogram, greedy_share, documents, verification_steps."""
+    """Of a selection: tau, tau with 1 .. K drafts, acc, alpha, loss, accept_histogram, greedy_share, documents,
+    verification_steps."""
     sums = sum((DepthSums(score.sums) for score in scores), DepthSums.zeros(depths, device="cpu"))
-    walked = sum((score.walk for score in scores), Walk.empty(depths))
+    by_drafts = [sum((score.walks[k] for score in scores), Walk.empty(k + 1)) for k in range(depths)]
+    walked = by_drafts[-1]
     supervised = sum(score.supervised for score in scores)
     return {
         "tau": walked.tau,
+        "tau_by_drafts": [one.tau for one in by_drafts],
         **sums.means(),
         "accept_histogram": list(walked.histogram),
         "greedy_share": sum(score.greedy for score in scores) / supervised if supervised else float("nan"),
@@ -174,6 +178,7 @@ def main(config: EvaluateConfig) -> dict:
     by_source = _grouped(scores, lambda s: s.source, depths=depths)
     for name, group in by_source.items():
         print(f"  {name:>16}  tau {group['tau']:.3f}  acc {' '.join(f'{x:.3f}' for x in group['acc'])}")
+    print(f"  {'by drafts a step':>16}  " + "  ".join(f"{k}: {tau:.3f}" for k, tau in enumerate(overall["tau_by_drafts"], 1)))
     return {
         **overall,
         "depths": depths,
