@@ -17,6 +17,7 @@ import socket
 import sys
 import traceback
 from dataclasses import asdict
+from functools import partialmethod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,12 +33,15 @@ from train.config import TrainConfig
 from train.engine import accelerator_of
 from train.loop import Trainer
 from train.main import DTYPES
+from train.model import Drafter
 from train.shape import DrafterShape
 from train.start import first_drafter
 from train.target import Target
 from train.tracking import Tracker
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+# With compile=true: everything but the C++, which takes a minute
+Drafter.compile = partialmethod(Drafter.compile, backend="aot_eager")
 
 
 def run(overrides: list[str]) -> None:

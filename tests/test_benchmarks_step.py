@@ -21,13 +21,16 @@ def run(monkeypatch, capsys, module, *arguments) -> str:
     return capsys.readouterr().out
 
 
-def test_the_step_is_measured_in_every_variant(monkeypatch, capsys, tmp_path):
+def test_the_step_is_measured_in_the_variants_that_are_chosen(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(timing, "WARMUP", 0)
     said = run(monkeypatch, capsys, step, "--shapes", "tiny", "--json", tmp_path / "step.json")
     assert "no GPU here" in said
     rows = json.loads((tmp_path / "step.json").read_text())["rows"]
     assert [row["who"] for row in rows] == ["Eyas", "Eyas, MLP in float8"]
-    for row in rows:
+    run(monkeypatch, capsys, step, "--variants", "matrices", "fp8-sums", "--json", tmp_path / "chosen.json")
+    more = json.loads((tmp_path / "chosen.json").read_text())["rows"]
+    assert [row["who"] for row in more] == ["Eyas, matrices compiled", "Eyas, MLP in float8, float32 sums"]
+    for row in rows + more:
         assert row["tokens_per_second"] == pytest.approx(128 / (row["ms"] / 1e3)), "two documents of 64 tokens"
         assert 0 < row["share_of_matmul"] and row["tflops"] > 0
 

@@ -47,10 +47,13 @@ def test_nothing_is_compiled_after_the_first_steps():
     torch._dynamo.reset()
 
 
-def test_the_compiled_step_has_the_loss_of_the_plain_one():
+@pytest.mark.parametrize(("matrices", "float8"), [(False, False), (True, False), (True, True)])
+def test_the_compiled_step_has_the_loss_of_the_plain_one(matrices, float8):
     torch._dynamo.reset()
     plain, compiled = new_model(), new_model()
-    compiled.drafter.compile(backend="aot_eager")
+    for model in (plain, compiled):
+        model.float8 = float8
+    compiled.drafter.compile(backend="aot_eager", matrices=matrices)
     assert abs(step(plain, prompt=5, seed=1) - step(compiled, prompt=5, seed=1)) < 1e-9
     for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)

@@ -55,6 +55,7 @@ def runs(tmp_path_factory, shards, tiny_llama) -> Runs:
     engines["zero3"]["engine.deepspeed.zero_optimization.stage3_param_persistence_threshold"] = 0
     runs.ask(1, {"one": double, "one pack": {**double, "batch.tokens_per_pack": 480}, "one fp32": {}})
     runs.ask(2, {"ddp double 2": double, **{f"{name} 2": changes for name, changes in engines.items()}})
+    runs.ask(2, {"zero3 compiled 2": {**engines["zero3"], "compile": True}})
     for name in ENGINES:
         runs.ask_copy(f"{name} 2", f"{name} again 2")
     runs.ask(2, {f"{name} again 2": changes for name, changes in engines.items()})
@@ -85,6 +86,12 @@ def test_every_engine_has_the_answer_of_one_process(runs, engine, processes):
     assert len(runs.losses(name)) == 6
     assert runs.losses(name) == pytest.approx(runs.losses("one"), rel=1e-5)
     assert distance(runs["one fp32"], runs[name]) < 1e-5
+
+
+def test_compiled_code_sees_the_weights_that_zero3_puts_together(runs):
+    """Between two calls of it a weight is an empty tensor."""
+    assert runs.losses("zero3 compiled 2") == pytest.approx(runs.losses("one"), rel=1e-5)
+    assert distance(runs["one fp32"], runs["zero3 compiled 2"]) < 1e-5
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -1,12 +1,22 @@
-"""What a drafter's layer is made of: norms, the rotary embedding, and the modules that hold its matrices."""
+"""What a drafter's layer is made of: norms, rotary embedding, products, and the modules that hold its matrices."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from data.hugging_face import transformers
+from train.float8 import Float8Matrix
 from train.shape import DrafterShape
+from train.summed import SummedMatrix
+
+Matrix = Tensor | SummedMatrix | Float8Matrix
+
+
+def product(x: Tensor, matrix: Matrix) -> Tensor:
+    """x [R, I] times the transpose of a matrix [O, I] -> [R, O]."""
+    return linear(x, matrix) if isinstance(matrix, Tensor) else matrix.times(x)
 
 
 class RMSNorm(nn.Module):

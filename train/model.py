@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
-from train.float8 import Float8Matrix, product
-from train.layers import Layer, RMSNorm, Rotary, rotate
+from train.float8 import Float8Matrix
+from train.layers import Layer, Matrix, RMSNorm, Rotary, product, rotate
 from train.shape import DrafterShape
+from train.summed import SummedMatrix
 from train.target import Target
 
 # attention(query [R, heads, D], key [T, kv_heads, D], value [T, kv_heads, D]) -> [R, heads, D]
@@ -32,14 +33,14 @@ class Matrices(NamedTuple):
     reads the feature stand apart, the token's with the weight of its norm multiplied in: see `read_tokens`.
     """
 
-    fc: Tensor  # [H, A*H]
-    token: Tensor  # [(heads + 2*kv_heads)*D, H], query, key and value from the normed embedding
-    query: Tensor  # [heads*D, H], from the normed feature
-    key_value: Tensor  # [2*kv_heads*D, H]
-    out: Tensor  # [H, heads*D]
-    gate: Tensor | Float8Matrix  # [I, H]; apart from `up`, so that their gradients are written where they are read
-    up: Tensor | Float8Matrix  # [I, H]
-    down: Tensor | Float8Matrix  # [H, I]
+    fc: Matrix  # [H, A*H]
+    token: Matrix  # [(heads + 2*kv_heads)*D, H], query, key and value from the normed embedding
+    query: Matrix  # [heads*D, H], from the normed feature
+    key_value: Matrix  # [2*kv_heads*D, H]
+    out: Matrix  # [H, heads*D]
+    gate: Matrix  # [I, H]; apart from `up`, so that their gradients are written where they are read
+    up: Matrix  # [I, H]
+    down: Matrix  # [H, I]
 
 
 class Drafter(nn.Module):
@@ -58,6 +59,7 @@ class Drafter(nn.Module):
             )
         self.shape = shape
         self.activation_checkpointing = "none"  # mlp | layer: what the backward pass computes again, see TrainConfig
+        self.float32_sums = False  # of the matrices' gradients over the depths: train/summed.py
         width = shape.num_boundaries * shape.hidden_size
         if shape.norm_before_fc:
             self.input_norm = RMSNorm(width, shape.rms_norm_eps)
@@ -87,21 +89,32 @@ class Drafter(nn.Module):
         hidden = self.shape.hidden_size
         query, key, value = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight  # [., 2H]
         token = torch.cat([w[:, :hidden] for w in (query, key, value)]) * layer.input_layernorm.weight
-        in_mlp = Float8Matrix.of if float8 else lambda matrix: matrix
+
+        def narrow(master: Tensor) -> Tensor | SummedMatrix:
+            return SummedMatrix.of(master, dtype) if self.float32_sums else master.to(dtype)
+
+        def in_mlp(master: Tensor) -> Matrix:
+            return Float8Matrix.of(narrow(master)) if float8 else narrow(master)
+
         return Matrices(
-            fc=self.fc.weight.to(dtype),
-            token=token.to(dtype),
-            query=query[:, hidden:].to(dtype),
-            key_value=torch.cat([key[:, hidden:].to(dtype), value[:, hidden:].to(dtype)]),
-            out=attention.o_proj.weight.to(dtype),
-            gate=in_mlp(mlp.gate_proj.weight.to(dtype)),
-            up=in_mlp(mlp.up_proj.weight.to(dtype)),
-            down=in_mlp(mlp.down_proj.weight.to(dtype)),
+            fc=narrow(self.fc.weight),
+            token=narrow(token),
+            query=narrow(query[:, hidden:]),
+            key_value=narrow(torch.cat([key[:, hidden:], value[:, hidden:]])),
+            out=narrow(attention.o_proj.weight),
+            gate=in_mlp(mlp.gate_proj.weight),
+            up=in_mlp(mlp.up_proj.weight),
+            down=in_mlp(mlp.down_proj.weight),
         )
 
-    def compile(self, *, backend: str | Callable = "inductor") -> None:
-        """Let torch.compile fuse what lies between the matrix products and around attention: no graph breaks."""
-        for part in ("project", "read_tokens", "before_attention", "after_attention", "feed_forward"):
+    def compile(self, *, backend: str | Callable = "inductor", matrices: bool = False) -> None:
+        """Let torch.compile fuse what lies between the matrix products and around attention: no graph breaks.
+
+        matrices  too, once a step: their casts, and their roundings to float8
+        """
+        assert not (matrices and self.float32_sums), "a sum that a compiled graph makes must not change outside of it"
+        parts = ["project", "read_tokens", "before_attention", "after_attention", "feed_forward"]
+        for part in parts + ["matrices"] * matrices:
             setattr(self, part, torch.compile(getattr(self, part), backend=backend, fullgraph=True))
 
     def project(self, aux: Tensor, matrices: Matrices) -> Tensor:
@@ -111,7 +124,7 @@ class Drafter(nn.Module):
         if self.shape.fc_norm:
             chunks = aux.chunk(self.shape.num_boundaries, dim=-1)
             aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return linear(aux, matrices.fc)
+        return product(aux, matrices.fc)
 
     def read_tokens(self, embedding: Tensor, matrices: Matrices) -> Tensor:
         """embedding [T, H] -> what each token gives to query, key and value [T, (heads + 2*kv_heads)*D].
@@ -120,7 +133,7 @@ class Drafter(nn.Module):
         The first reads nothing but the token, and every depth reads the same tokens, one place further on: it is
         made once. With the norm's weight in the matrix, its backward pass needs no gradient of the input either.
         """
-        return linear(self.midlayer.input_layernorm.scaled(embedding), matrices.token)
+        return product(self.midlayer.input_layernorm.scaled(embedding), matrices.token)
 
     def before_attention(
         self, from_token: Tensor, feature: Tensor, positions: Tensor, active: Tensor | None, matrices: Matrices
@@ -132,18 +145,18 @@ class Drafter(nn.Module):
         shape = self.shape
         x, rotary = self.midlayer.hidden_norm(feature), self.rotary(positions)
         width = shape.num_attention_heads * shape.head_dim
-        key_value = linear(x, matrices.key_value) + from_token[:, width:]
+        key_value = product(x, matrices.key_value) + from_token[:, width:]
         key, value = key_value.unflatten(-1, (2, shape.num_key_value_heads, -1)).unbind(1)
         key, from_token = rotate(key, *rotary), from_token[:, :width]
         if active is not None:
             x, feature, from_token = x[active], feature[active], from_token[active]
             rotary = (rotary[0][active], rotary[1][active])
-        query = (linear(x, matrices.query) + from_token).unflatten(-1, (shape.num_attention_heads, -1))
+        query = (product(x, matrices.query) + from_token).unflatten(-1, (shape.num_attention_heads, -1))
         return rotate(query, *rotary), key, value.contiguous(), feature
 
     def after_attention(self, attended: Tensor, residual: Tensor, matrices: Matrices) -> Tensor:
         """attended [R, heads, D] joins the residual stream [R, H]."""
-        return residual + linear(attended.flatten(-2), matrices.out)
+        return residual + product(attended.flatten(-2), matrices.out)
 
     def feed_forward(self, residual: Tensor, matrices: Matrices) -> tuple[Tensor, Tensor]:
         """residual [R, H] -> normed output and next feature [R, H]."""
@@ -155,9 +168,7 @@ class Drafter(nn.Module):
         normed = self.norm(output)
         return normed, normed if self.shape.norm_output else output
 
-    def mlp(
-        self, residual: Tensor, gate: Tensor | Float8Matrix, up: Tensor | Float8Matrix, down: Tensor | Float8Matrix
-    ) -> Tensor:
+    def mlp(self, residual: Tensor, gate: Matrix, up: Matrix, down: Matrix) -> Tensor:
         """SwiGLU of the normed residual stream, added to it: [R, H]."""
         x = self.midlayer.post_attention_layernorm(residual)
         return residual + product(silu(product(x, gate)) * product(x, up), down)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from train.loss import HeadLoss, Teacher, check_shapes
+from train.summed import add_product
 
 CHUNK_ELEMENTS = 1 << 28  # logits in memory at a time: 512 MiB in bf16
 # Columns of one step and warps that share them: 8 a thread. Measured on an H200: with 16 a thread, or with the
@@ -166,7 +167,7 @@ class _HeadLoss(torch.autograd.Function):
                 logits, teacher.logits, seen[part], teacher.log_normalizer, teacher.draft_normalizer, weight[part],
                 entropy[part], top1[part], alpha[part], vocab, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
-            _add_product(grad_head, logits.T, hidden[part])
+            add_product(grad_head, logits.T, hidden[part])
             torch.mm(logits, half, out=hidden[part])  # which the line before was the last to read
         ctx.save_for_backward(hidden, grad_head)
         ctx.mark_non_differentiable(entropy, top1, alpha)
@@ -177,14 +178,6 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx, grad: Tensor, *_):
         grad_hidden, grad_head = ctx.saved_tensors
         return multiply_(grad_hidden, grad), multiply_(grad_head, grad), None, None, None
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, summed in float32 from low-precision factors."""
-    if total.is_cuda and left.dtype != torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += left.float() @ right.float()
 
 
 def fused_head_loss(hidden: Tensor, head: Tensor, teacher: Teacher, seen: Tensor, weight: Tensor) -> HeadLoss:
