@@ -4,7 +4,7 @@
       drafter.safetensors     the masters, float32, with d2t and t2d
       average.safetensors     their moving average, where the run keeps one
       optimizer.safetensors   the moments, PARAMETER/exp_avg and so on, whole whatever engine wrote them
-      state.json              step, epoch, shape, boundaries, provenance
+      state.json              step, epoch, shape, boundaries, fingerprints of settings and shards
     checkpoints/tau.json      tau of every validated step: the best one is kept
 """
 

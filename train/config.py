@@ -57,7 +57,7 @@ class LossConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW on float32 masters, linear warm-up, cosine decay, gradient clipping."""
+    """AdamW, or Muon beside it, on float32 masters; linear warm-up, cosine decay, gradient clipping."""
 
     name: str  # adamw | muon
     lr: float
@@ -165,7 +165,7 @@ class TrainConfig:
     activation_checkpointing: str  # none | mlp | layer: what the backward pass computes again to save memory
     measure_every_steps: int  # one of so many counts hits and alpha, which alone need the teacher's whole vocabulary
     attention: str  # dense | fused
-    compile: bool  # torch.compile around attention and the head
+    compile: bool  # torch.compile of what lies between the matrix products and around attention
     log_every_steps: int
     checkpoint_every_steps: int | None  # null: at the end of every epoch only
     keep_checkpoints: int

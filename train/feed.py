@@ -1,8 +1,8 @@
 """What a step eats: micro-batches on the device before they are asked for.
 
-A process's micro-batches are read, packed and looked through by the loader's workers, pinned, and copied to the
-GPU on a stream of their own by a thread that runs ahead of the step. On the CPU the same steps are taken one
-after the other, when the loop asks.
+A process's micro-batches are read, packed, looked through and pinned by the loader (in its workers, where there are
+some), and copied to the GPU on a stream of their own, all by a thread that runs ahead of the step. On the CPU the same
+is done when the loop asks.
 """
 
 from __future__ import annotations
