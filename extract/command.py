@@ -18,6 +18,7 @@ from extract.config import EngineConfig, ExtractConfig
 from extract.plugin import VARIABLE
 
 VERSIONS = ((0, 5, 16), (0, 5, 23))  # of SGLang, first and last that the plugin and the boundaries were read against
+WHOLE_ON_CPU = (0, 5, 19)  # before it, its CPU attention forgets the drafts in a sequence's length when it verifies them
 CPU_TOTAL_TOKENS = 16384  # KV cache; SmolLM2-135M in float32: 45 KiB a token
 CPU_RUNNING_REQUESTS = 16
 CPU_PREFILL_TOKENS = 1024  # of one forward: enough to fill two cores, and the progress bar moves every few seconds
@@ -84,10 +85,14 @@ def installation(engine: EngineConfig) -> Installation:
 
 def check_version(version: str, where: str) -> None:
     """Raises ValueError, which begins with `where`, unless it is an SGLang that Eyas was read against."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if not VERSIONS[0] <= numbers <= VERSIONS[1]:
+    if not VERSIONS[0] <= numbers_of(version) <= VERSIONS[1]:
         first, last = (".".join(map(str, known)) for known in VERSIONS)
         raise ValueError(f"{where} SGLang {version}: Eyas needs {first} to {last}, install one")
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """(0, 5, 16) of 0.5.16.post1."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def _here() -> Installation:
@@ -132,8 +137,16 @@ def command(
     drafting: Drafting | None,
     trust_remote_code: bool,
 ) -> list[str]:
-    """The command line of the server; on a CPU through the shim of extract/cpu/."""
+    """The command line of the server; on a CPU through the shim of extract/cpu/.
+
+    Raises ValueError if a drafter is to be served on a CPU by a version that cannot.
+    """
     on_cpu = found.device == "cpu"
+    if on_cpu and drafting and numbers_of(found.version) < WHOLE_ON_CPU:
+        raise ValueError(
+            f"SGLang {found.version} does not verify drafts rightly on a CPU: use 0.5.19 or newer there, or a GPU; "
+            f"capturing needs no other version"
+        )
     module = "extract.cpu.launch" if on_cpu else "sglang.launch_server"
     line = [found.python, "-m", module, "--model-path", str(target), "--host", host, "--port", str(port)]
     line += ["--log-level-http", "warning", "--skip-server-warmup"]
@@ -178,6 +191,8 @@ def environment(
     if found.device == "cpu":
         added |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
         num_processes = engine.tensor_parallel * (1 if engine.dp_attention else engine.data_parallel)
+        if numbers_of(found.version) < WHOLE_ON_CPU:  # it counts the processes of one copy
+            num_processes = engine.tensor_parallel
         if num_processes > 1:  # else every process takes every core
             cores = sorted(os.sched_getaffinity(0))
             share = max(1, len(cores) // num_processes)

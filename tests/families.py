@@ -93,7 +93,7 @@ def _config(name: str, transformers: Any) -> Any:
         )
     if name == "gpt_oss":
         return transformers.GptOssConfig(
-            num_local_experts=8, num_experts_per_tok=2, sliding_window=16, **_GROUPED,
+            num_local_experts=8, num_experts_per_tok=2, sliding_window=16, swiglu_limit=7.0, **_GROUPED,
             rope_parameters=dict(rope_type="default", rope_theta=10000.0), **_COMMON,
         )  # fmt: skip
     if name == "glm4_moe":

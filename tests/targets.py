@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from extract.server import Server
 from tests.warm import warm_python
 
 ROOT = Path(__file__).resolve().parent.parent
-SGLANG_VERSION = "0.5.23"
+SGLANG_VERSION = importlib.metadata.version("sglang")  # 0.5.23, unless PYTHONPATH has another: see docs/extraction.md
 VOCAB, HIDDEN = 512, 128
 
 

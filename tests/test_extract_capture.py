@@ -12,14 +12,16 @@ from safetensors.torch import load_file
 
 from extract.capture import Reference
 from extract.client import Client
+from extract.command import WHOLE_ON_CPU, numbers_of
 from extract.config import ProbeConfig
 from extract.fetch import fetch, read_drafter_feed, rid_of
 from extract.probe import probe_drafter, probe_server
-from tests.targets import VOCAB, known_pair, layer_ids, random_drafter, serve, tiny_target
+from tests.targets import SGLANG_VERSION, VOCAB, known_pair, layer_ids, random_drafter, serve, tiny_target
 
 CHUNK = 32  # tokens of a prefill: longer prompts come in pieces, and pieces of several requests share a batch
 LENGTHS = (1, 7, 33, 100, 64, 2)
 NUM_STEPS = 3
+DRAFTS = pytest.mark.skipif(numbers_of(SGLANG_VERSION) < WHOLE_ON_CPU, reason="this SGLang verifies wrongly on a CPU")
 PROBE = ProbeConfig(reference="auto", tolerance=None)
 
 
@@ -90,6 +92,7 @@ def test_captured_states_are_hugging_faces_at_every_boundary(name, boundaries, t
             assert states.next_token == int((expected.last[-1] @ reference.head.T).argmax())
 
 
+@DRAFTS
 def test_live_acceptance_is_what_the_pair_was_constructed_for(tmp_path):
     check_live_acceptance(tmp_path)
 
@@ -124,6 +127,7 @@ def check_live_acceptance(tmp_path: Path, **engine) -> None:
             assert chain == [text[position], *[pair.continuation((text[position - 1],), 2)[1]] * NUM_STEPS]
 
 
+@DRAFTS
 def test_a_drafter_exported_with_ids_one_too_high_is_refused_by_what_it_is_fed(models, tmp_path):
     """Trained at boundaries 2, 3, 4; its config's ids say 3, 4, 5. What is served is compared, not what is said."""
     target = Path(tiny_target("tiny_llama", models).path)

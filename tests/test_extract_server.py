@@ -347,6 +347,21 @@ def test_the_command_for_a_gpu_is_sglangs_own_and_asks_for_nothing_it_need_not(t
     assert "--max-total-tokens" not in text and "--mem-fraction-static" not in text and "intel_amx" not in text
 
 
+def test_a_drafter_on_a_cpu_is_refused_by_the_versions_that_verify_wrongly_there(tmp_path):
+    """0.5.16 answers other tokens with drafts than without them; 0.5.19 does not, and 0.5.16 may capture."""
+    def line(version, drafting):
+        found = type(installation(engine_config()))("py", version, "cpu")
+        return command(
+            tmp_path, found, engine=engine_config(), host="h", port=1, capturing=True, drafting=drafting,
+            trust_remote_code=False,
+        )  # fmt: skip
+
+    drafting = Drafting(Path("/drafter"), 3)
+    with pytest.raises(ValueError, match="SGLang 0.5.18 does not verify drafts rightly on a CPU: use 0.5.19 or newer"):
+        line("0.5.18", drafting)
+    assert "EAGLE3" in line("0.5.19", drafting) and line("0.5.16", None)
+
+
 def test_the_plugin_needs_nothing_of_eyas_but_its_folder(tmp_path):
     """A Python without this repository finds the entry point and imports it, from the folder alone."""
     folder = install_plugin(tmp_path / "plugin")

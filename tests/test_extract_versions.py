@@ -1,29 +1,29 @@
-"""Other versions of SGLang than the one installed, where folders of them are named; without any, nothing runs.
+"""Another version of SGLang, started as users start it, where a folder of it is named; without any, nothing runs.
 
     pip install --no-deps --target /tmp/sglang-0.5.16 sglang==0.5.16 transformers==5.12.1 tokenizers==0.22.2
     EYAS_TEST_SGLANG=/tmp/sglang-0.5.16 python -m pytest tests/test_extract_versions.py
 
-Several folders with a colon between them. Everything that is not in a folder comes from this environment. The
-versions of transformers and tokenizers are those that SGLang's own metadata asks for. A server takes a minute.
+Several folders with a colon between them; a server takes a minute. What is not in a folder comes from this
+environment. `PYTHONPATH=/tmp/sglang-0.5.16 python -m pytest tests/test_extract_matrix.py tests/test_extract_capture.py`
+runs every family on it, with servers that start in seconds.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from extract.command import installation
-from tests.families import FAMILIES
+from extract.command import WHOLE_ON_CPU, installation, numbers_of
 from tests.targets import engine_config
 from tests.test_extract_capture import check_live_acceptance
-from tests.test_extract_matrix import CHUNKED, DP_ATTENTION, OVERLAP, RADIX, TP2, Shape, check
+from tests.test_extract_matrix import CHUNKED, TP2, Shape, check
 
 FOLDERS = [Path(folder) for folder in os.environ.get("EYAS_TEST_SGLANG", "").split(os.pathsep) if folder]
-SHAPES = [(name, CHUNKED) for name in FAMILIES]
-SHAPES += [("llama", RADIX), ("llama", OVERLAP), ("qwen3_moe", TP2), ("deepseek_v3", TP2), ("kimi_k2", DP_ATTENTION)]
+CASES = [("llama", CHUNKED), ("deepseek_v3", TP2)]
 VERSIONS = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 
@@ -35,7 +35,7 @@ def python_with(folder: Path, at: Path) -> str:
 
 
 @VERSIONS
-@pytest.mark.parametrize(("name", "shape"), SHAPES, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_another_versions_records_are_hugging_faces_too(folder, name, shape, models, tmp_path):
     python = python_with(folder, tmp_path / "python")
     found = installation(engine_config(python=python, device="cpu"))
@@ -45,4 +45,7 @@ def test_another_versions_records_are_hugging_faces_too(folder, name, shape, mod
 
 @VERSIONS
 def test_another_versions_live_acceptance_is_what_the_pair_was_constructed_for(folder, tmp_path):
+    version = re.search(r"\d+\.\d+\.\d+$", folder.name)[0]
+    if numbers_of(version) < WHOLE_ON_CPU:
+        pytest.skip(f"SGLang {version} verifies drafts wrongly on a CPU")
     check_live_acceptance(tmp_path, python=python_with(folder, tmp_path / "python"), warm=False)

@@ -66,9 +66,10 @@ def warm_python() -> str:
 
 def main(listener: socket.socket) -> None:
     """Imports SGLang, then forks a server for everybody who connects."""
-    from extract.cpu.shim import install
+    from extract.cpu.shim import install, keep_attention_backend
 
     install()
+    keep_attention_backend()
     import multiprocessing
 
     import sglang.launch_server
