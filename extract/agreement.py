@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.schema import Record
 from data.shards import ShardReader
 
-RECORDS, TOKENS_OF_EACH = 48, 24  # of the sample: as many rows of the head, 1152, take a second for a small target
+RECORDS, TOKENS_OF_EACH = 48, 24  # of each split's sample: as many rows of the head, 1152, take a second for a small target
+VOCAB_AT_A_TIME = 4096
 LEAST = 0.95  # of the share that is expected of the target's own words
 
 
@@ -42,24 +45,52 @@ class Agreement:
         )
 
 
-@torch.no_grad()
 def measure(out: Path, head: Tensor) -> Agreement | None:
     """head [V, H] of the target. None if no record has a supervised token after its first."""
-    equal, expected, count = 0, 0.0, 0
+    found: list[tuple[Tensor, Tensor]] = []  # the likeliest tokens and their probabilities
+    written: list[Tensor] = []  # what stands there
+    states: list[Tensor] = []  # of the records whose codec left the choice to be computed
+    computed: list[Tensor] = []  # what stands there, in those
+    for record, rows in _sample(out):
+        answers = record.tokens[rows + 1]
+        if record.top_ids is not None:
+            found.append((record.top_ids[rows, 0], record.top_log_probs[rows, 0].exp()))
+            written.append(answers)
+        else:
+            states.append(record.decoded().last[rows])
+            computed.append(answers)
+    if states:
+        found.append(likeliest(torch.cat(states), head))
+    if not found:
+        return None
+    likely, probability = (torch.cat(column) for column in zip(*found))
+    equal = likely == torch.cat(written + computed)
+    return Agreement(len(equal), float(equal.double().mean()), float(probability.double().mean()))
+
+
+def _sample(out: Path) -> Iterator[tuple[Record, Tensor]]:
+    """Records from all over each split, and rows of each that say what a supervised token should be."""
     for reader in (ShardReader(out, split=split) for split in ("train", "validation")):
         for index in np.unique(np.linspace(0, len(reader) - 1, min(RECORDS, len(reader))).astype(int)):
             record = reader.read(int(index))
             rows = record.loss_mask[1:].nonzero()[:, 0]  # row p says what token p + 1 should be
-            rows = rows[torch.linspace(0, len(rows) - 1, min(TOKENS_OF_EACH, len(rows))).long()]
-            if not len(rows):
-                continue
-            if record.top_ids is not None:
-                likely, probability = record.top_ids[rows, 0], record.top_log_probs[rows, 0].exp()
-            else:
-                last = record.decoded().last[rows].to(head.dtype if head.is_cuda else torch.float32)
-                probabilities = (last.to(head.device) @ head.to(last.dtype).T).float().softmax(-1)  # [rows, V]
-                probability, likely = probabilities.max(-1)
-            equal += int((likely.cpu() == record.tokens[rows + 1]).sum())
-            expected += float(probability.sum())
-            count += len(rows)
-    return Agreement(count, equal / count, expected / count) if count else None
+            if len(rows):
+                yield record, rows[torch.linspace(0, len(rows) - 1, min(TOKENS_OF_EACH, len(rows))).long()]
+
+
+@torch.no_grad()
+def likeliest(last: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """last [T, H] -> the most likely next tokens [T] int64, the lower id of two alike, and their probabilities [T].
+
+    In float32, over a part of the vocabulary at a time: a head is large, and each of its rows is converted once.
+    """
+    last = last.to(head.device, torch.float32)
+    best = normalizer = torch.full((len(last),), float("-inf"), device=head.device)
+    tokens = torch.zeros(len(last), dtype=torch.int64, device=head.device)
+    for first in range(0, len(head), VOCAB_AT_A_TIME):
+        logits = last @ head[first : first + VOCAB_AT_A_TIME].float().T  # [T, VOCAB_AT_A_TIME]
+        value, token = logits.max(-1)
+        tokens = torch.where(value > best, first + token, tokens)
+        best = torch.maximum(best, value)
+        normalizer = torch.logaddexp(normalizer, logits.logsumexp(-1))
+    return tokens.cpu(), (best - normalizer).exp().cpu()

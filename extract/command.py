@@ -152,8 +152,9 @@ def command(
     line += ["--log-level-http", "warning", "--skip-server-warmup"]
     line += ["--dtype", ("float32" if on_cpu else "auto") if engine.dtype == "auto" else engine.dtype]
     if on_cpu:
-        # These two backends take the shim's attention; the plain flag would ask for a CPU with AMX.
-        line += ["--device", "cpu", "--prefill-attention-backend", "intel_amx"]
+        # These two backends take the shim's attention; the plain flag would ask for a CPU with AMX. A server that waits
+        # takes a core, without --sleep-on-idle.
+        line += ["--device", "cpu", "--sleep-on-idle", "--prefill-attention-backend", "intel_amx"]
         line += ["--decode-attention-backend", "intel_amx", "--chunked-prefill-size", str(CPU_PREFILL_TOKENS)]
     if not (engine.overlap_schedule if engine.overlap_schedule is not None else not on_cpu):
         line += ["--disable-overlap-schedule"]

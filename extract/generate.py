@@ -36,7 +36,7 @@ MAX_LISTED = 100  # conversations that are not answered, in the summary by id
 def generate(config: ExtractConfig, target: Path, *, start: Callable[[], Server]) -> dict[str, Any]:
     """Appends to <out>/conversations.jsonl what is not in it yet; the same call continues.
 
-    start  gives a server that is ready; called only if there is something to ask
+    start  gives a server that is starting; called only if there is something to ask
 
     Raises ValueError if the server ends, no row of the file can be asked, or <out> has answers that were made
     otherwise: by another target, or with other sampling.
@@ -56,7 +56,7 @@ def generate(config: ExtractConfig, target: Path, *, start: Callable[[], Server]
     if missing:
         context = config.engine.context_length or text_config(target)["max_position_embeddings"]
         converser = Converser(renderer, config.sampling, context=context, retries=config.retries)
-        session = _Session(start(), converser, out / FILE, earlier=len(questions) - len(missing))
+        session = _Session(start().ready(), converser, out / FILE, earlier=len(questions) - len(missing))
         asyncio.run(session.run(missing, max_requests=config.sampling.max_requests))
         not_answered = session.not_answered
     rows = [json.loads(line) for line in (out / FILE).read_text().splitlines()]

@@ -42,7 +42,7 @@ def main(config: ExtractConfig) -> dict:
 
 
 def starter(stack: ExitStack, config: ExtractConfig, target: Path, capturing: Capturing | None):
-    """What gives a ready server: starts it at the first call; it ends with `stack`."""
+    """What gives the server: the first call begins its start, `Server.ready` waits for it; it ends with `stack`."""
     engine = config.engine
     if config.mode == "generate_and_extract":
         engine = replace(engine, radix_cache=True)  # a conversation's turns begin alike; what is captured never hits it
@@ -51,12 +51,13 @@ def starter(stack: ExitStack, config: ExtractConfig, target: Path, capturing: Ca
     def start() -> Server:
         if capturing and not config.server.spool and not config.server.url:
             stack.callback(shutil.rmtree, capturing.spool, ignore_errors=True)  # after the server, which writes to it
-        return stack.enter_context(
-            Server(
-                target, engine=engine, config=config.server, out=Path(config.out) / "server", capturing=capturing,
-                trust_remote_code=config.target.trust_remote_code,
-            )
+        server = Server(
+            target, engine=engine, config=config.server, out=Path(config.out) / "server", capturing=capturing,
+            trust_remote_code=config.target.trust_remote_code,
         )  # fmt: skip
+        stack.callback(server.stop)
+        server.begin()
+        return server
 
     return start
 

@@ -42,14 +42,17 @@ def load_reference(target: Path, config: ProbeConfig, *, trust_remote_code: bool
 def probe_server(server: Server, *, boundaries: list[int], reference: Reference | None, config: ProbeConfig) -> Report:
     """Captures the fixed sequences on every rank and compares them with the reference, if there is one.
 
+    server  may still be starting: the reference computes meanwhile
+
     Prints the table. Raises ValueError if the wiring is wrong: which boundary the data really is, and the cure.
     """
     sequences = probe_tokens(text_config(server.target)["vocab_size"])
-    by_rank = asyncio.run(_capture(server, sequences))
+    expected = [reference.states(tokens) for tokens in sequences] if reference else None
+    by_rank = asyncio.run(_capture(server.ready(), sequences))
     captured = [ranks[0] for ranks in by_rank]
     report = check_states(
         captured,
-        [reference.states(tokens) for tokens in sequences] if reference else None,
+        expected,
         boundaries=boundaries,
         head=reference.head if reference else head_weight(server.target),
         where=f"the server at {server.url}",

@@ -66,7 +66,8 @@ class Extraction:
         return cls(config, target, version, Capturing(spool, layer_ids), provenance)
 
     def run(self, prompts: Path, *, start: Callable[[], Server]) -> dict[str, Any]:
-        """Captures what of `prompts` (a folder) is not in the dataset; `start` gives a ready server, if one is needed.
+        """Captures what of `prompts` (a folder) is not in the dataset; `start` gives a server that is starting, if one
+        is needed.
 
         Raises ValueError if the disk cannot hold it, the wiring is wrong, or the server ends.
         """
@@ -105,8 +106,8 @@ class Extraction:
             return {**asdict(replace(plan, out=str(out))), "line": plan.line}
         plan.require_room()
 
+        server = start()  # its processes load beside the reference
         reference = load_reference(self.target, config.probe, trust_remote_code=config.target.trust_remote_code)
-        server = start()
         report = probe_server(server, boundaries=config.target.boundaries, reference=reference, config=config.probe)
         del reference  # its memory, during a long extraction
         with uploader or nullcontext():
@@ -122,6 +123,7 @@ class Extraction:
                 head=self._head(),
                 uploader=uploader,
             )
+        server.stop()  # its cores are wanted
         return {
             **summary,
             "probe_passed": report.passed,

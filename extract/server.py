@@ -67,9 +67,23 @@ class Server:
         self._claimed: list[IO[str]] = []  # locks on the folders that it writes to
 
     def __enter__(self) -> Server:
+        self.begin()
+        return self.ready()
+
+    def begin(self) -> None:
+        """Starts its processes, and returns while they load; to be followed by `ready`, and at last by `stop`."""
         try:
             if not self.config.url:
                 self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def ready(self) -> Server:
+        """Waits until it answers, and checks that it is the server that is wanted; a second call does nothing."""
+        if self._watch is not None:
+            return self
+        try:
             self._wait()
             self._check_model()
             if self.config.url:

@@ -70,8 +70,11 @@ def accelerate() -> list[str]:
 def run(name: str, command: list[str], *, position: int, of: int) -> None:
     """Run one stage in the terminal. Raises ValueError if it fails; what it said stands above."""
     print(f"\n== {position}/{of} {name}\n$ {shlex.join(command)}", flush=True)
-    python = {"python": [sys.executable], "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"]}
-    done = subprocess.run([*python[command[0]], *command[1:]])
+    if command[:2] == ["accelerate", "launch"]:  # the same, without the imports of Accelerate's other commands
+        started = ["-m", "accelerate.commands.launch", *command[2:]]
+    else:
+        started = command[1:]
+    done = subprocess.run([sys.executable, *started])
     if done.returncode:
         raise ValueError(f"stage {name} ended with status {done.returncode}, see above; once that is mended, the same "
                          "command goes on from there")  # fmt: skip

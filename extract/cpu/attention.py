@@ -88,7 +88,7 @@ def extend_attention_cpu(
     Raises NotImplementedError for what the models served here do not use.
     """
     _refuse(logit_cap=logit_cap, is_cross_attn=is_cross_attn)
-    lengths = extend_seq_lens.tolist()
+    lengths, starts = extend_seq_lens.tolist(), extend_start_loc.tolist()
     requests = [b for b, length in enumerate(lengths) if length]
     # Equal lengths (a verified draft, equal prompts) go through one call; padding unequal ones would cost more.
     groups = [requests] if len(set(lengths)) == 1 else [[b] for b in requests]
@@ -97,7 +97,8 @@ def extend_attention_cpu(
         if not group:
             continue
         num_new = lengths[group[0]]
-        rows = extend_start_loc[group].long()[:, None] + torch.arange(num_new)  # [B, n]
+        rows = slice(starts[group[0]], starts[group[-1]] + num_new)  # requests lie packed, in their order
+        batch = (len(group), num_new)
         prefix_lens = seq_lens[group].long() - num_new
         requests_of_group = req_pool_indices[group].long()
         if k is None:
@@ -105,8 +106,8 @@ def extend_attention_cpu(
             own = req_to_token[requests_of_group[:, None], positions].long()
             keys, values = _rows(k_buffer, own), _rows(v_buffer, own)
         else:
-            keys = k.reshape(q.shape[0], -1, q.shape[2])[rows]  # [B, n, kv_heads, K]
-            values = v.reshape(q.shape[0], -1, o.shape[2])[rows]
+            keys = k.reshape(q.shape[0], -1, q.shape[2])[rows].unflatten(0, batch)  # [B, n, kv_heads, K]
+            values = v.reshape(q.shape[0], -1, o.shape[2])[rows].unflatten(0, batch)
         slots, seen = _cached(req_to_token, requests_of_group, prefix_lens)
         if slots.shape[1]:
             keys = torch.cat([_rows(k_buffer, slots).to(keys.dtype), keys], dim=1)  # [B, P + n, kv_heads, K]
@@ -116,10 +117,11 @@ def extend_attention_cpu(
             count = len(group) * num_new * num_new
             among = tree_mask.reshape(-1)[mask_start : mask_start + count].view(-1, num_new, num_new).bool()
             mask_start += count
-        o[rows] = _attend(
-            q[rows], keys, values, seen=seen, first=prefix_lens, among=among, causal=is_causal and among is None,
-            window=sliding_window, sinks=sinks, scale=sm_scale,
+        attended = _attend(
+            q[rows].unflatten(0, batch), keys, values, seen=seen, first=prefix_lens, among=among,
+            causal=is_causal and among is None, window=sliding_window, sinks=sinks, scale=sm_scale,
         )  # fmt: skip
+        o[rows] = attended.flatten(0, 1)
 
 
 def decode_attention_cpu(
