@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.hugging_face import transformers
 from data.prompts import Prompt
 from data.schema import Provenance, Record
 from data.shards import ShardReader
@@ -137,6 +138,8 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check(name: str, shape: Shape, models: Path, out: Path) -> None:
+    if name == "deepseek_v2" and transformers.__version__ == "5.12.1":
+        pytest.skip("the DeepSeek-V2 of transformers 5.12.1 does not run, so there is nothing to compare with")
     made = family(name, models)
     reference = Reference(made.reference)
     ways = {}
