@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,6 +19,7 @@ from extract.command import WHOLE_ON_CPU, numbers_of
 from extract.config import ProbeConfig
 from extract.fetch import fetch, read_drafter_feed, rid_of
 from extract.probe import probe_drafter, probe_server
+from extract.server import Server
 from tests.targets import SGLANG_VERSION, VOCAB, known_pair, layer_ids, random_drafter, serve, tiny_target
 
 CHUNK = 32  # tokens of a prefill: longer prompts come in pieces, and pieces of several requests share a batch
@@ -78,6 +82,8 @@ def test_captured_states_are_hugging_faces_at_every_boundary(name, boundaries, t
         captured = on(server, work)
         left = sorted(path.name for path in server.capturing.spool.iterdir() if path.is_dir())
         report = probe_server(server, boundaries=boundaries, reference=reference, config=PROBE)
+        waiting = processor_share(server, seconds=1.5)
+    assert waiting < 0.3, "a server that has nothing to do leaves the cores to others"
     assert left == [], "other clients' requests, and rows taken over, leave nothing in the spool"
     assert report.passed and max(row.error for row in report.rows) <= 1e-4
     for i, (tokens, by_rank) in enumerate(zip(sent, captured)):
@@ -90,6 +96,14 @@ def test_captured_states_are_hugging_faces_at_every_boundary(name, boundaries, t
         assert relative(states.last, expected.last) <= 1e-4
         if i % 2:
             assert states.next_token == int((expected.last[-1] @ reference.head.T).argmax())
+
+
+def processor_share(server: Server, *, seconds: float) -> float:
+    """Cores that the server's schedulers take, on average of so many seconds."""
+    processes = [psutil.Process(json.loads(path.read_text())["pid"]) for path in server.capturing.spool.glob("server-*.json")]
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(seconds)
+    return sum(sum(process.cpu_times()[:2]) - used for process, used in zip(processes, before)) / seconds
 
 
 @DRAFTS

@@ -13,7 +13,7 @@ import torch
 from data.prompts import Prompt, PromptSet, part_of
 from data.shards import ShardReader
 from extract import preflight
-from extract.agreement import measure
+from extract.agreement import VOCAB_AT_A_TIME, likeliest, measure
 from extract.preflight import Forecast, Plan, choose_spool, duration, record_bytes, size
 from extract.run import shards_of_changed
 from launch import disk
@@ -145,3 +145,17 @@ def test_the_share_of_the_targets_own_words_by_hand(tmp_path):
     found = measure(dataset_of(tmp_path / "own", own, codec="fp32"), head)
     assert found.share == 1.0 and found.warning == ""
     assert len(ShardReader(out, split="validation")) == 0
+
+
+def test_the_likeliest_tokens_over_a_vocabulary_in_parts_are_those_of_one_softmax_in_float64():
+    """A head of two and a half parts, in bfloat16; two tokens of different parts are alike, and the lower id wins."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = 2 * VOCAB_AT_A_TIME + VOCAB_AT_A_TIME // 2
+    head = torch.randn(vocab, 16, generator=generator).bfloat16()
+    last = torch.randn(40, 16, generator=generator).bfloat16()
+    head[-3] = head[5] = 4 * last[0]
+    tokens, probability = likeliest(last, head)
+    expected = (last.double() @ head.double().T).softmax(-1)
+    assert torch.equal(tokens, expected.argmax(-1)) and tokens[0] == 5
+    assert torch.allclose(probability.double(), expected.max(-1).values, rtol=1e-5)
+    assert len({int(token) // VOCAB_AT_A_TIME for token in tokens}) == 3, "each part has some"

@@ -117,6 +117,21 @@ def test_a_ready_server_is_used_and_then_gone(stand_in, tiny_llama, tmp_path):
     assert not process.is_running()
 
 
+def test_a_server_loads_while_its_caller_does_something_else(stand_in, tiny_llama, tmp_path):
+    """The stand-in opens its port after two seconds."""
+    began = server(stand_in("slow"), tiny_llama, tmp_path)
+    began.begin()
+    try:
+        process = psutil.Process(began._process.pid)
+        with pytest.raises(OSError):
+            began.get("/model_info")
+        assert began.ready() is began and began.get("/model_info")["architectures"] == ["LlamaForCausalLM"]
+        assert began.ready()._process.pid == process.pid, "asked again, it is the same one"
+    finally:
+        began.stop()
+    assert not process.is_running()
+
+
 def test_a_server_that_exits_shows_its_last_lines_and_what_to_do(stand_in, tiny_llama, tmp_path):
     message = refused(stand_in("exits"), tiny_llama, tmp_path)
     assert "exited with status 3" in message and "RuntimeError: CUDA out of memory" in message
