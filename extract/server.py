@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import http.client
 import json
 import os
 import signal
@@ -101,8 +102,7 @@ class Server:
 
     def get(self, path: str, *, timeout_seconds: float = 30.0) -> Any:
         """The JSON that the server answers; None if it answers without content. Raises OSError."""
-        with urllib.request.urlopen(self.url + path, timeout=timeout_seconds) as answer:
-            content = answer.read()
+        content = _fetch(self.url + path, timeout_seconds=timeout_seconds)
         return json.loads(content) if content else None
 
     def is_alive(self) -> bool:
@@ -280,6 +280,15 @@ def _interval() -> float:
     return 0.5 if sys.stderr.isatty() else 30.0
 
 
+def _fetch(url: str, *, timeout_seconds: float) -> bytes:
+    """Raises OSError, also where the server ends within its answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_seconds) as answer:
+            return answer.read()
+    except http.client.HTTPException as error:
+        raise ConnectionResetError(f"{url} broke off ({error})") from error
+
+
 def version_at(url: str) -> str:
     """The SGLang version of a running server.
 
@@ -288,8 +297,7 @@ def version_at(url: str) -> str:
     url, version = url.rstrip("/"), None
     for path in ("/server_info", "/get_server_info"):  # the older name too, to say which version it is
         try:
-            with urllib.request.urlopen(url + path, timeout=HEALTH_SECONDS) as answer:
-                version = json.loads(answer.read())["version"]
+            version = json.loads(_fetch(url + path, timeout_seconds=HEALTH_SECONDS))["version"]
             break
         except urllib.error.HTTPError as error:
             said = f"{path} says {error.code}"

@@ -55,6 +55,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             stand_still()
         if state == "fails" and asked_health > 1:
             print("Health check failed. Server couldn't get a response from detokenizer", flush=True)
+        if state == "breaks_off":
+            self.wfile.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 100\\r\\n\\r\\nhalf")
+            self.wfile.flush()
+            os._exit(4)
         loading = self.path == "/health" and (state == "loads" or state == "fails" and asked_health > 1)
         answer = {{"architectures": ["Qwen3ForCausalLM" if state == "other" else "LlamaForCausalLM"],
                   "model_path": options["--model-path"], "version": "0.5.20"}}
@@ -106,6 +110,10 @@ def refused(*arguments, **options) -> str:
         with server(*arguments, **options):
             pass
     return str(caught.value)
+
+
+def test_a_server_that_dies_within_an_answer_has_exited(stand_in, tiny_llama, tmp_path):
+    assert "the server exited with status 4" in refused(stand_in("breaks_off"), tiny_llama, tmp_path)
 
 
 def test_a_ready_server_is_used_and_then_gone(stand_in, tiny_llama, tmp_path):
