@@ -31,6 +31,7 @@ def claim_folder(folder: Path, *, cure: str) -> IO[str]:
 
 
 def free_port(host: str) -> int:
+    """A port that nothing listens on."""
     with socket.socket() as found:
         found.bind((host, 0))
         return found.getsockname()[1]

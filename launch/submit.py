@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -102,10 +101,3 @@ def submit(jobs: list[Job], *, command: Callable[[Job], list[str]], cluster: Any
             bar.set_postfix_str(", ".join(sorted({handle.state for j, handle in queued.items() if j not in ended})))
             time.sleep(POLL_SECONDS)
     return ended
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

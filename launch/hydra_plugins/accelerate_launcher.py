@@ -177,10 +177,10 @@ class AccelerateLauncher(Launcher):
 
     def _accelerate(self) -> list[str]:
         """The options of `accelerate launch`: everything is said, so that no saved setting of the user's steps in."""
-        from launch.submit import free_port
+        from extract.claims import free_port
 
         count = [] if self.num_processes is None else ["--num_processes", str(self.num_processes)]
-        port = ["--main_process_port", str(free_port())]
+        port = ["--main_process_port", str(free_port("127.0.0.1"))]
         if self.config_file is not None:
             return ["--config_file", self.config_file, *count, *port]
         plain = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
