@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--evaluation", type=Path, required=True)
     parser.add_argument("--split", default="validation", help="of --evaluation")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--codecs", nargs="+", default=["fp8+bf16", "fp8", "fp8+topk64"])
+    parser.add_argument("--codecs", nargs="*", default=["fp8+bf16", "fp8", "fp8+topk64"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--at-once", type=int, default=1, help="trainings at a time, on one GPU")
     parser.add_argument("--json", type=Path)
