@@ -53,11 +53,6 @@ VARIANTS = {
     "every-row": (", every row asks", {"every_row": True}),
     "mlp-again": (", MLP again", {"checkpointing": "mlp"}),
     "layers-again": (", layers again", {"checkpointing": "layer"}),
-    # not measured yet: what of the rest of docs/LOG.md's profile they save
-    "matrices": (", matrices compiled", {"compile_matrices": True}),
-    "fp8-matrices": (", MLP in float8, matrices compiled", {"float8": True, "compile_matrices": True}),
-    "sums": (", float32 sums", {"float32_sums": True}),
-    "fp8-sums": (", MLP in float8, float32 sums", {"float8": True, "float32_sums": True}),
 }
 
 
@@ -74,15 +69,13 @@ class Eyas:
         checkpointing: str = "none",
         measure_every: int = 4,
         every_row: bool = False,
-        compile_matrices: bool = False,
-        float32_sums: bool = False,
     ):
         self.depths, self.measure_every, self.every_row, self.steps = depths, measure_every, every_row, 0
         self.model = random_module(case.shape, target, depths=depths, float8=float8)
         self.drafter = self.model.drafter
-        self.drafter.activation_checkpointing, self.drafter.float32_sums = checkpointing, float32_sums
+        self.drafter.activation_checkpointing = checkpointing
         if CUDA:
-            self.drafter.compile(matrices=compile_matrices)
+            self.drafter.compile(matrices=float8)  # as train/loop.py does
         self.config = optimizer_config()
         self.optimizers = optim.build(self.drafter, self.config)
 

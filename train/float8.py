@@ -15,8 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from train.summed import SummedMatrix, traced_add_product
-
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 
@@ -24,24 +22,19 @@ LARGEST = 448.0  # of e4m3
 class Float8Matrix(NamedTuple):
     """A matrix and its two roundings: with a scale for each output, and turned, with a scale for each input."""
 
-    wide: Tensor | SummedMatrix  # [O, I], gets the gradient
+    wide: Tensor  # [O, I], gets the gradient
     rows: Tensor  # [O, I] e4m3
     row_scale: Tensor  # [O, 1] float32
     columns: Tensor  # [I, O] e4m3
     column_scale: Tensor  # [I, 1] float32
 
     @classmethod
-    def of(cls, matrix: Tensor | SummedMatrix) -> Float8Matrix:
-        fixed = (matrix if isinstance(matrix, Tensor) else matrix.narrow).detach()
-        return cls(matrix, *rounded(fixed), *rounded(fixed.T))
+    def of(cls, matrix: Tensor) -> Float8Matrix:
+        return cls(matrix, *rounded(matrix.detach()), *rounded(matrix.detach().T))
 
     def times(self, x: Tensor) -> Tensor:
         """x [R, I] times the transpose -> [R, O]."""
-        if isinstance(self.wide, SummedMatrix):
-            gradient_to, total = self.wide.link, self.wide.total
-        else:
-            gradient_to, total = self.wide, None
-        return _Product.apply(x, gradient_to, total, *self[1:])
+        return _Product.apply(x, *self)
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,26 +49,20 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx,
         x: Tensor,
-        gradient_to: Tensor,
-        total: Tensor | None,
+        wide: Tensor,
         rows: Tensor,
         row_scale: Tensor,
         columns: Tensor,
         column_scale: Tensor,
     ):
-        """gradient_to gets the matrix' gradient, or is the link of a sum: then the gradient is added to `total`."""
         ctx.save_for_backward(x, columns, column_scale)
-        ctx.total = total
         return _scaled(*rounded(x), rows, row_scale, dtype=x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, columns, column_scale = ctx.saved_tensors
         grad_x = _scaled(*rounded(grad), columns, column_scale, dtype=x.dtype, fast=False)
-        if ctx.total is None:
-            return grad_x, grad.T @ x, None, None, None, None, None
-        traced_add_product(ctx.total, grad.T, x)
-        return grad_x, ctx.total.new_zeros(()), None, None, None, None, None
+        return grad_x, grad.T @ x, None, None, None, None
 
 
 def _scaled(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, dtype: torch.dtype, fast: bool) -> Tensor:

@@ -9,9 +9,8 @@ from torch.nn.functional import linear
 from data.hugging_face import transformers
 from train.float8 import Float8Matrix
 from train.shape import DrafterShape
-from train.summed import SummedMatrix
 
-Matrix = Tensor | SummedMatrix | Float8Matrix
+Matrix = Tensor | Float8Matrix
 
 
 def product(x: Tensor, matrix: Matrix) -> Tensor:

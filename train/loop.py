@@ -75,7 +75,7 @@ class Trainer:
         if resumed is not None:
             self.engine.restore(resumed["average"], resumed["optimizer"])
         if config.compile:
-            drafter.compile()
+            drafter.compile(matrices=config.precision == "fp8")
         self.planner = Planner(config, train_reader, arrived=self.state.arrived, agree=self._first_says)
         self.total_steps = self.planner.total_steps()
         self.writer = CheckpointWriter(self.folder, keep=config.keep_checkpoints, writes=accelerator.is_main_process)

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from train.float8 import Float8Matrix
 from train.layers import Layer, Matrix, RMSNorm, Rotary, product, rotate
 from train.shape import DrafterShape
-from train.summed import SummedMatrix
 from train.target import Target
 
 # attention(query [R, heads, D], key [T, kv_heads, D], value [T, kv_heads, D]) -> [R, heads, D]
@@ -59,7 +58,6 @@ class Drafter(nn.Module):
             )
         self.shape = shape
         self.activation_checkpointing = "none"  # mlp | layer: what the backward pass computes again, see TrainConfig
-        self.float32_sums = False  # of the matrices' gradients over the depths: train/summed.py
         width = shape.num_boundaries * shape.hidden_size
         if shape.norm_before_fc:
             self.input_norm = RMSNorm(width, shape.rms_norm_eps)
@@ -90,18 +88,15 @@ class Drafter(nn.Module):
         query, key, value = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight  # [., 2H]
         token = torch.cat([w[:, :hidden] for w in (query, key, value)]) * layer.input_layernorm.weight
 
-        def narrow(master: Tensor) -> Tensor | SummedMatrix:
-            return SummedMatrix.of(master, dtype) if self.float32_sums else master.to(dtype)
-
         def in_mlp(master: Tensor) -> Matrix:
-            return Float8Matrix.of(narrow(master)) if float8 else narrow(master)
+            return Float8Matrix.of(master.to(dtype)) if float8 else master.to(dtype)
 
         return Matrices(
-            fc=narrow(self.fc.weight),
-            token=narrow(token),
-            query=narrow(query[:, hidden:]),
-            key_value=narrow(torch.cat([key[:, hidden:], value[:, hidden:]])),
-            out=narrow(attention.o_proj.weight),
+            fc=self.fc.weight.to(dtype),
+            token=token.to(dtype),
+            query=query[:, hidden:].to(dtype),
+            key_value=torch.cat([key[:, hidden:], value[:, hidden:]]).to(dtype),
+            out=attention.o_proj.weight.to(dtype),
             gate=in_mlp(mlp.gate_proj.weight),
             up=in_mlp(mlp.up_proj.weight),
             down=in_mlp(mlp.down_proj.weight),
@@ -110,9 +105,8 @@ class Drafter(nn.Module):
     def compile(self, *, backend: str | Callable = "inductor", matrices: bool = False) -> None:
         """Let torch.compile fuse what lies between the matrix products and around attention: no graph breaks.
 
-        matrices  too, once a step: their casts, and their roundings to float8
+        matrices  too, once a step: worth it for their roundings to float8, and nothing for their casts alone
         """
-        assert not (matrices and self.float32_sums), "a sum that a compiled graph makes must not change outside of it"
         parts = ["project", "read_tokens", "before_attention", "after_attention", "feed_forward"]
         for part in parts + ["matrices"] * matrices:
             setattr(self, part, torch.compile(getattr(self, part), backend=backend, fullgraph=True))

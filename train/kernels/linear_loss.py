@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from train.loss import HeadLoss, Teacher, check_shapes
-from train.summed import add_product
 
 CHUNK_ELEMENTS = 1 << 28  # logits in memory at a time: 512 MiB in bf16
 # Columns of one step and warps that share them: 8 a thread. Measured on an H200: with 16 a thread, or with the
@@ -188,3 +187,11 @@ def fused_head_loss(hidden: Tensor, head: Tensor, teacher: Teacher, seen: Tensor
     """
     check_shapes(hidden, head, teacher, seen, weight)
     return HeadLoss(*_HeadLoss.apply(hidden.contiguous(), head, teacher, seen.contiguous(), weight.contiguous()))
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, summed in the dtype of `total` from factors that may be narrower."""
+    if total.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left.to(total.dtype) @ right.to(total.dtype)
