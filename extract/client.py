@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,23 +76,39 @@ class Client:
             sampling["sampling_seed"] = seed
         content = {"input_ids": input_ids, "rid": rid, "sampling_params": sampling}
         if uncached:
-            content["extra_key"] = uuid.uuid4().hex  # a part of the radix cache that nothing is in
+            content["extra_key"] = _unused_key()
+        return _answer(await self._ask(content))
+
+    async def prefill(self, prompts: Sequence[list[int]], *, rids: Sequence[str]) -> list[Answer | RequestFailed]:
+        """Computes every token of every prompt, in one request: a server takes 3 ms for a request, 1 for a prompt of one.
+
+        What a prompt failed with stands in its place. Raises ServerGone, and RequestFailed or RequestRefused of all.
+        """
+        said = await self._ask({
+            "input_ids": list(prompts), "rid": list(rids), "extra_key": [_unused_key() for _ in prompts],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+        })  # fmt: skip
+        answers: list[Answer | RequestFailed] = []
+        for one in said:
+            try:
+                answers.append(_answer(one))
+            except RequestFailed as error:
+                answers.append(error)
+        return answers
+
+    async def _ask(self, content: dict[str, Any]) -> Any:
         try:
             async with self._session.post(f"{self.url}/generate", json=content) as answer:
                 if answer.status == 400:
                     raise RequestRefused(_message(await answer.text()))
                 if answer.status != 200:
                     raise RequestFailed(f"status {answer.status}: {_message(await answer.text())}")
-                said = await answer.json()
+                return await answer.json()
         except asyncio.TimeoutError as error:
             raise RequestFailed(f"no answer within {self._timeout.total:.0f} s") from error
         except aiohttp.ClientError as error:
             said = f"{self.url}: {error or type(error).__name__}"
             raise (RequestFailed(said) if await self._is_there() else ServerGone(said)) from error
-        reason = said["meta_info"]["finish_reason"]
-        if reason["type"] == "abort":
-            raise RequestFailed(reason.get("message") or "aborted")
-        return Answer(output_ids=said["output_ids"], meta=said["meta_info"])
 
     async def _is_there(self) -> bool:
         """Whether the server answers at all: a connection may be lost, idle too long, and the server be well."""
@@ -100,6 +117,19 @@ class Client:
                 return True
         except (aiohttp.ClientError, asyncio.TimeoutError):
             return False
+
+
+def _answer(said: dict[str, Any]) -> Answer:
+    """Raises RequestFailed if the server gave up on it."""
+    reason = said["meta_info"]["finish_reason"]
+    if reason["type"] == "abort":
+        raise RequestFailed(reason.get("message") or "aborted")
+    return Answer(output_ids=said["output_ids"], meta=said["meta_info"])
+
+
+def _unused_key() -> str:
+    """A part of the radix cache that nothing is in."""
+    return uuid.uuid4().hex
 
 
 def _message(text: str) -> str:

@@ -7,6 +7,8 @@ import json
 import shutil
 import time
 import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from extract.client import Client, RequestFailed
 
 RUN = uuid.uuid4().hex[:8]  # of this process, in its rids: rows that an earlier run asked for are not this one's
 ROWS_SECONDS = 120.0  # longest wait for rows after the answer: the server's writers may be behind a slow disk
+_READERS = ThreadPoolExecutor(4, "spool-reader")
 
 
 def rid_of(name: str, *, all_ranks: bool = False) -> str:
@@ -36,16 +39,64 @@ async def fetch(
     """
     try:
         answer = await client.generate(tokens.tolist(), rid=rid, max_new_tokens=max_new_tokens, uncached=True)
-        await _rows_are_here(folder, rid, num_tokens=len(tokens), num_ranks=num_ranks)
+        await _rows_are_here(folder, rid, num_tokens=len(tokens), num_ranks=num_ranks, until=_in(ROWS_SECONDS))
         next_token = answer.output_ids[0] if answer.output_ids else None
         return await asyncio.to_thread(_read, folder, rid, tokens, next_token=next_token)  # others go on meanwhile
     finally:
+        forget(folder, [rid])
+
+
+async def fetch_together(
+    client: Client, folder: Path, prompts: Sequence[Tensor], *, rids: Sequence[str]
+) -> list[Captured | RequestFailed]:
+    """Prefills the prompts, [T] each, in one request: what rank 0 captured of each, or why it is not there.
+
+    The spool is empty of the rids afterwards. Raises ServerGone, and RequestFailed or RequestRefused of all.
+    """
+    try:
+        answers = await client.prefill([tokens.tolist() for tokens in prompts], rids=rids)
+        found, until = [answer if isinstance(answer, RequestFailed) else None for answer in answers], _in(ROWS_SECONDS)
+        for i, (tokens, rid) in enumerate(zip(prompts, rids)):
+            try:
+                if found[i] is None:
+                    await _rows_are_here(folder, rid, num_tokens=len(tokens), num_ranks=1, until=until)
+            except RequestFailed as error:
+                found[i] = error
+        return await asyncio.get_running_loop().run_in_executor(_READERS, _read_all, folder, prompts, rids, found)
+    except BaseException:
+        forget(folder, rids)
+        raise
+
+
+def forget(folder: Path, rids: Sequence[str]) -> None:
+    """Empties the spool of these requests."""
+    for rid in rids:
         shutil.rmtree(folder / rid, ignore_errors=True)
 
 
-async def _rows_are_here(folder: Path, rid: str, *, num_tokens: int, num_ranks: int) -> None:
-    """Returns once the parts cover rows 0 .. num_tokens - 1 of every rank."""
-    deadline, pause = time.monotonic() + ROWS_SECONDS, 0.001
+def _read_all(
+    folder: Path, prompts: Sequence[Tensor], rids: Sequence[str], found: list[RequestFailed | None]
+) -> list[Captured | RequestFailed]:
+    """In a thread: each prompt's rows, where it has not failed yet. What was read is mapped, and outlives its files."""
+    try:
+        read: list[Captured | RequestFailed] = []
+        for tokens, rid, failed in zip(prompts, rids, found):
+            try:
+                read.append(failed or _read(folder, rid, tokens, next_token=None)[0])
+            except RequestFailed as error:
+                read.append(error)
+        return read
+    finally:
+        forget(folder, rids)
+
+
+def _in(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+async def _rows_are_here(folder: Path, rid: str, *, num_tokens: int, num_ranks: int, until: float) -> None:
+    """Returns once the parts cover rows 0 .. num_tokens - 1 of every rank. Raises RequestFailed."""
+    pause = 0.001
     while True:
         if reason := spool.read_error(folder, rid):
             raise RequestFailed(f"the plugin could not capture it: {reason}")
@@ -54,7 +105,7 @@ async def _rows_are_here(folder: Path, rid: str, *, num_tokens: int, num_ranks: 
             sizes[rank] = sizes.get(rank, 0) + count
         if len(sizes) >= num_ranks and all(size >= num_tokens for size in sizes.values()):
             return
-        if time.monotonic() > deadline:
+        if time.monotonic() > until:
             raise RequestFailed(f"rows captured of {num_tokens} tokens, by rank: {sizes} after {ROWS_SECONDS:.0f} s")
         await asyncio.sleep(pause)
         pause = min(2 * pause, 0.1)

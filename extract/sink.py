@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,18 +19,37 @@ from data.shards import ShardWriter
 from data.storage import Uploader
 from extract.capture import Captured
 from extract.client import Client, RequestFailed, RequestRefused, ServerGone
-from extract.fetch import fetch, rid_of
+from extract.fetch import fetch, fetch_together, forget, rid_of
 from extract.preflight import Forecast
 from extract.server import Server
 
 RETRY_SECONDS = 0.1  # before the second try, then twice as long each time
 LANES = 4  # shards that are written at a time; one lane does 1 to 2 GB/s, an H200 prefills a small target's states at 4
-MAX_REQUESTS = 1024  # in flight, whatever their size
+GROUP_PROMPTS, GROUP_TOKENS = 16, 8192  # of one request, at most: a GPU prefills as much at a time
+GROUPS_IN_FLIGHT = 8  # at least, whatever in_flight_bytes is
+MAX_REQUESTS = 128  # in flight, whatever their size
 MAX_IN_A_ROW = 64  # prompts that fail one after the other: what fails them will fail the rest, a full spool for one
 
 
 class AllFail(Exception):
     """One prompt after the other fails, and none is captured."""
+
+
+Group = list[tuple[int, Prompt]]  # each with its number in the split
+
+
+def groups_of(prompts: Iterable[Prompt], *, most_tokens: int) -> Iterator[Group]:
+    """The prompts in their order, as they are asked for: a prompt that is larger than a group should be is one alone."""
+    group: Group = []
+    tokens = 0
+    for number, prompt in enumerate(prompts):
+        if group and (len(group) == GROUP_PROMPTS or tokens + len(prompt.tokens) > most_tokens):
+            yield group
+            group, tokens = [], 0
+        group.append((number, prompt))
+        tokens += len(prompt.tokens)
+    if group:
+        yield group
 
 
 class ByteBudget:
@@ -140,20 +159,20 @@ class _Stream:
         budget, pending = ByteBudget(in_flight_bytes), asyncio.Queue(MAX_REQUESTS)
         provenance = self._writer.provenance
         row_bytes = (len(provenance.boundaries) + 1) * provenance.hidden_size * self._server.state_bytes
+        groups = list(
+            groups_of(prompts, most_tokens=min(GROUP_TOKENS, in_flight_bytes // row_bytes // GROUPS_IN_FLIGHT))
+        )
         try:
             async with Client(self._server.url, timeout_seconds=self._server.config.answer_timeout_seconds) as client:
-                feeder = asyncio.create_task(self._ask(prompts, client, budget, pending, row_bytes=row_bytes))
+                feeder = asyncio.create_task(self._ask(groups, client, budget, pending, row_bytes=row_bytes))
                 try:
                     async with asyncio.TaskGroup() as writing:
-                        for prompt in prompts:  # in their order: a dataset does not depend on the server's timing
-                            captured, size = await (await pending.get()), len(prompt.tokens) * row_bytes
-                            if isinstance(captured, str):
-                                self._extracted.failed[prompt.id] = captured
-                                await budget.give(size)
-                            else:
-                                record = await self._record(prompt, captured)
-                                written = asyncio.wrap_future(self._writer.submit(record))
-                                writing.create_task(self._count(record, written, budget, size=size))
+                        for group in groups:  # in their order: a dataset does not depend on the server's timing
+                            records = await self._records(group, await (await pending.get()))
+                            written = [asyncio.wrap_future(self._writer.submit(record)) for record in records]
+                            writing.create_task(
+                                self._count(records, written, budget, size=row_bytes * tokens_of(group))
+                            )
                         await feeder
                 finally:
                     await _cancel([feeder, *(pending.get_nowait() for _ in range(pending.qsize()))])
@@ -182,58 +201,105 @@ class _Stream:
 
     async def _ask(
         self,
-        prompts: list[Prompt],
+        groups: list[Group],
         client: Client,
         budget: ByteBudget,
         pending: asyncio.Queue[asyncio.Task],
         *,
         row_bytes: int,
     ) -> None:
-        for number, prompt in enumerate(prompts):
-            await budget.take(len(prompt.tokens) * row_bytes)
-            await pending.put(asyncio.create_task(self._capture(prompt, client, number=number)))
+        for group in groups:
+            await budget.take(row_bytes * tokens_of(group))
+            await pending.put(asyncio.create_task(self._capture(group, client)))
 
-    async def _capture(self, prompt: Prompt, client: Client, *, number: int) -> Captured | str:
-        """What was captured, or why nothing could be. Raises ServerGone, AllFail."""
-        reason = ""
-        for attempt in range(self._retries + 1):
-            rid = rid_of(f"{prompt.split}-{number}-{attempt}")
+    async def _capture(self, group: Group, client: Client) -> list[Captured | str]:
+        """Of each prompt what was captured, or why nothing could be. Raises ServerGone, AllFail."""
+        folder, rids = self._server.capturing.spool, [_rid(number, prompt, 0) for number, prompt in group]
+        found: list[Captured | RequestFailed | RequestRefused]
+        try:
+            tokens = [torch.from_numpy(prompt.tokens) for _, prompt in group]
+            found = await fetch_together(client, folder, tokens, rids=rids)
+        except (RequestFailed, RequestRefused) as error:
+            found = [error] * len(group)
+        if not any(isinstance(one, Exception) for one in found):
+            self._failed_in_a_row = 0
+            return found
+        again = {
+            i: asyncio.create_task(self._alone(*group[i], client, error=one, lonely=len(group) == 1))
+            for i, one in enumerate(found)
+            if isinstance(one, Exception)
+        }
+        try:
+            await asyncio.gather(*again.values())
+            return [again[i].result() if i in again else one for i, one in enumerate(found)]
+        finally:
+            await _cancel(list(again.values()))
+            forget(folder, rids)  # a server that refuses one may have begun with those before it
+
+    async def _alone(
+        self, number: int, prompt: Prompt, client: Client, *, error: RequestFailed | RequestRefused, lonely: bool
+    ) -> Captured | str:
+        """A prompt of a group that failed with `error`, by itself. lonely: it was by itself before."""
+        refused = isinstance(error, RequestRefused)
+        if refused and lonely:
+            return f"refused by the server: {error}"
+        reason, tries = str(error), self._retries + refused  # which of a group was refused is not known
+        for attempt in range(1, tries + 1):
+            await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
+            tokens, rid = torch.from_numpy(prompt.tokens), _rid(number, prompt, attempt)
             try:
-                captured = (await fetch(client, self._server.capturing.spool, torch.from_numpy(prompt.tokens), rid=rid))[0]
+                captured = (await fetch(client, self._server.capturing.spool, tokens, rid=rid))[0]
                 self._failed_in_a_row = 0
                 return captured
-            except RequestRefused as error:
-                return f"refused by the server: {error}"
-            except RequestFailed as error:
-                reason = f"{self._retries + 1} times: {error}"
-                await asyncio.sleep(RETRY_SECONDS * 2**attempt)
+            except RequestRefused as refusal:
+                return f"refused by the server: {refusal}"
+            except RequestFailed as failure:
+                reason = str(failure)
         self._failed_in_a_row += 1
+        reason = f"{self._retries + 1} times: {reason}"
         if self._failed_in_a_row >= MAX_IN_A_ROW:
             raise AllFail(reason)
         return reason
 
-    async def _record(self, prompt: Prompt, captured: Captured) -> Record:
-        record = Record(
-            id=prompt.id,
-            tokens=captured.tokens,
-            loss_mask=torch.from_numpy(prompt.loss_mask),
-            aux=captured.aux,
-            last=captured.last,
-            source=prompt.source,
-            split=prompt.split,
-        )
-        if self._codec.last != "topk":
-            return record
-        return replace(record, **await asyncio.to_thread(self._head.top_k, record.last, self._codec.top_k))
+    async def _records(self, group: Group, captured: list[Captured | str]) -> list[Record]:
+        """Of those that were captured; the others are noted."""
+        records = []
+        for (_, prompt), one in zip(group, captured):
+            if isinstance(one, str):
+                self._extracted.failed[prompt.id] = one
+            else:
+                records.append(record_of(prompt, one))
+        return await asyncio.to_thread(self._with_top_k, records) if self._codec.last == "topk" else records
 
-    async def _count(self, record: Record, written: asyncio.Future, budget: ByteBudget, *, size: int) -> None:
-        """Once the record is in its shard's file; requests go on while the disk works."""
-        await written
-        self._extracted.records += 1
-        self._extracted.tokens += record.num_tokens
-        self._progress.update(record.num_tokens)
-        self._forecast.add(record.num_tokens)
+    def _with_top_k(self, records: list[Record]) -> list[Record]:
+        return [replace(record, **self._head.top_k(record.last, self._codec.top_k)) for record in records]
+
+    async def _count(
+        self, records: list[Record], written: list[asyncio.Future], budget: ByteBudget, *, size: int
+    ) -> None:
+        """Once the records are in their shards' files; requests go on while the disk works."""
+        await asyncio.gather(*written)
+        tokens = sum(record.num_tokens for record in records)
+        self._extracted.records += len(records)
+        self._extracted.tokens += tokens
+        self._progress.update(tokens)
+        self._forecast.add(tokens)
         await budget.give(size)
+
+
+def record_of(prompt: Prompt, captured: Captured) -> Record:
+    return Record(
+        id=prompt.id, tokens=captured.tokens, loss_mask=torch.from_numpy(prompt.loss_mask), aux=captured.aux,
+        last=captured.last, source=prompt.source, split=prompt.split,
+    )  # fmt: skip
+
+
+def tokens_of(group: Group) -> int:
+    return sum(len(prompt.tokens) for _, prompt in group)
+
+
+def _rid(number: int, prompt: Prompt, attempt: int) -> str:
+    return rid_of(f"{prompt.split}-{number}-{attempt}")
 
 
 async def _cancel(tasks: list[asyncio.Task]) -> None:

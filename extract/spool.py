@@ -69,11 +69,12 @@ def write_part(
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % 64)
-    _write(spool / rid / _part_name(start, len(tokens), rank, kind), [struct.pack("<Q", len(text)), text, *chunks])
+    name = _part_name(start, len(tokens), rank, kind)
+    _write(f"{spool}/{rid}", name, [struct.pack("<Q", len(text)), text, *chunks])
 
 
 def write_json(path: Path, content: Any) -> None:
-    _write(path, [json.dumps(content).encode()])
+    _write(str(path.parent), path.name, [json.dumps(content).encode()])
 
 
 def append_line(path: Path, content: Any) -> None:
@@ -142,21 +143,27 @@ def empty(spool: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write(path: Path, chunks: list[Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def _write(folder: str, name: str, chunks: list[Any]) -> None:
+    """A file that appears when it is complete. By names and not by Paths: the server's scheduler waits meanwhile."""
+    temporary = f"{folder}/.{name}.{os.getpid()}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
         try:
             descriptor = os.open(temporary, flags, 0o644)
         except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            os.makedirs(folder, exist_ok=True)
             descriptor = os.open(temporary, flags, 0o644)
-        with open(descriptor, "wb", buffering=0) as file:
-            for chunk in chunks:
-                left = memoryview(chunk)
-                while left:
-                    left = left[file.write(left) :]
-        os.replace(temporary, path)
+        try:
+            left = [memoryview(chunk) for chunk in chunks]
+            while left:
+                count = os.writev(descriptor, left)
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if count:
+                    left[0] = left[0][count:]
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, f"{folder}/{name}")
     except OSError:
-        temporary.unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise

@@ -90,10 +90,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer({{"architectures": ["LlamaForCausalLM"], "model_path": options["--model-path"], "version": "0.5.23"}})
     def do_POST(self):
         said = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        os.write(asked[1], (json.dumps([said["rid"], said["input_ids"]]) + "\\n").encode())
         with changed:
-            changed.wait_for(lambda: said["rid"] in done)
-        self.answer({{"output_ids": [], "meta_info": {{"finish_reason": {{"type": "length", "length": 0}}}}}})
+            for rid, tokens in zip(said["rid"], said["input_ids"]):
+                os.write(asked[1], (json.dumps([rid, tokens]) + "\\n").encode())
+            changed.wait_for(lambda: done.issuperset(said["rid"]))
+        self.answer([{{"output_ids": [], "meta_info": {{"finish_reason": {{"type": "length", "length": 0}}}}}} for _ in said["rid"]])
     def log_message(self, *arguments):
         pass
 about = {{"layer_ids": layer_ids, "rank": 0, "dtype": "float32", "pid": scheduler}}

@@ -39,7 +39,7 @@ class StandIn:
         self.capturing, self.config = SimpleNamespace(spool=folder), SimpleNamespace(answer_timeout_seconds=30)
         self.state_bytes, self.behaviour = 4, behaviour
         self.asked: list[str] = []
-        self.bytes_out = self.most_bytes_out = 0
+        self.bytes_out = self.most_bytes_out = self.most_together = 0
         self._ready = threading.Event()
 
     def failure(self, what: str, *, cure: str) -> ValueError:
@@ -70,47 +70,57 @@ class StandIn:
         self._loop.run_until_complete(runner.cleanup())
 
     async def _generate(self, request: web.Request) -> web.Response:
+        """One prompt, or several: one that a real server refuses, or cannot take, is the end of all."""
         said = await request.json()
-        rid, tokens = said["rid"], torch.tensor(said["input_ids"], dtype=torch.int32)
-        name, attempt = rid.removeprefix(f"eyas-{fetch.RUN}-").rsplit("-", 1)
-        self.asked.append(name)
-        size = len(tokens) * ROW_BYTES
+        together = isinstance(said["rid"], list)
+        rids, prompts = (said["rid"], said["input_ids"]) if together else ([said["rid"]], [said["input_ids"]])
+        assert not together or len(said["extra_key"]) == len(rids) == len(prompts)
+        self.most_together = max(self.most_together, len(rids))
+        size = sum(map(len, prompts)) * ROW_BYTES
         self.bytes_out += size
         self.most_bytes_out = max(self.most_bytes_out, self.bytes_out)
-        how = self.behaviour(name, int(attempt))
-        await asyncio.sleep(0.05 if how == "slow" else 0.005)
+        names = [rid.removeprefix(f"eyas-{fetch.RUN}-").rsplit("-", 1) for rid in rids]
+        how = [self.behaviour(name, int(attempt)) for name, attempt in names]
+        self.asked += [name for name, _ in names]
+        await asyncio.sleep(0.05 if "slow" in how else 0.005)
         self.bytes_out -= size
-        if how == "refuses":
-            return web.Response(status=400, text="Input length (9000 tokens) exceeds the maximum allowed length")
-        if how == "fails":
-            return web.Response(status=500, text="oops")
-        if how == "drops":
-            request.transport.close()
-        if how == "dies":  # it takes no more connections, and this one ends without an answer
-            await self._site.stop()
-            request.transport.close()
+        answers = []
+        for one, rid, tokens in zip(how, rids, prompts):
+            if one == "refuses":
+                return web.Response(status=400, text="Input length (9000 tokens) exceeds the maximum allowed length")
+            if one == "fails":
+                return web.Response(status=500, text="oops")
+            if one == "drops":
+                request.transport.close()
+            if one == "dies":  # it takes no more connections, and this one ends without an answer
+                await self._site.stop()
+                request.transport.close()
+            self._capture(rid, torch.tensor(tokens, dtype=torch.int32), one)
+            ended = {"type": "abort", "message": "waited too long"} if one == "aborts" else {"type": "length", "length": 0}
+            answers.append({"output_ids": [], "meta_info": {"finish_reason": ended}})
+        return web.json_response(answers if together else answers[0])
+
+    def _capture(self, rid: str, tokens: torch.Tensor, how: str) -> None:
         if how == "cannot":
             spool.write_json(self.capturing.spool / rid / "error.json", {"error": "ValueError: no residual stream"})
-        else:
-            echoed = tokens + 1 if how == "confuses" else tokens
-            states = tokens.float()[:, None, None] + torch.tensor([0.0, 1000, 2000])[:, None]
-            states = states.expand(-1, -1, HIDDEN).contiguous()
-            if how == "breaks":
-                states[-1, 0, 0] = float("inf")
-            half = len(tokens) // 2  # as a chunked prefill, the later chunk first
-            for rows in (slice(half, None), slice(0, half)):
-                if len(tokens[rows]) and not (how == "loses" and rows.start == 0):
-                    spool.write_part(
-                        self.capturing.spool,
-                        rid,
-                        start=rows.start,
-                        rank=0,
-                        tokens=echoed[rows],
-                        aux=states[rows, :-1].contiguous(),
-                        last=states[rows, -1].contiguous(),
-                    )
-        meta = {"finish_reason": {"type": "length", "length": 0}}
-        return web.json_response({"output_ids": [], "meta_info": meta})
+            return
+        echoed = tokens + 1 if how == "confuses" else tokens
+        states = tokens.float()[:, None, None] + torch.tensor([0.0, 1000, 2000])[:, None]
+        states = states.expand(-1, -1, HIDDEN).contiguous()
+        if how == "breaks":
+            states[-1, 0, 0] = float("inf")
+        half = len(tokens) // 2  # as a chunked prefill, the later chunk first
+        for rows in (slice(half, None), slice(0, half)):
+            if len(tokens[rows]) and not (how == "loses" and rows.start == 0):
+                spool.write_part(
+                    self.capturing.spool,
+                    rid,
+                    start=rows.start,
+                    rank=0,
+                    tokens=echoed[rows],
+                    aux=states[rows, :-1].contiguous(),
+                    last=states[rows, -1].contiguous(),
+                )
 
 
 def prompts(count: int = 12, *, split: str = "train") -> list[Prompt]:
@@ -148,7 +158,7 @@ def test_records_hold_each_prompts_states_in_the_prompts_order_whatever_order_an
     assert list((tmp_path / "spool").iterdir()) == [] and reader.complete
 
 
-@pytest.mark.parametrize("how", ["fails", "drops", "cannot", "loses", "confuses", "breaks"])
+@pytest.mark.parametrize("how", ["fails", "drops", "cannot", "loses", "confuses", "breaks", "aborts"])
 def test_a_request_that_fails_is_tried_again_and_no_wrong_row_is_kept(tmp_path, how):
     def once(name, attempt):
         return how if name == "train-3" and attempt == 0 else "fine"
@@ -170,7 +180,8 @@ def test_a_prompt_that_always_fails_is_named_with_its_reason_and_the_others_are_
         ) as caught:
             run(server, tmp_path / "shards", prompts())
         assert "train-5 (refused by the server" in str(caught.value) and "exceeds the maximum" in str(caught.value)
-        assert (server.asked.count("train-3"), server.asked.count("train-5")) == (3, 1)
+        assert (server.asked.count("train-3"), server.asked.count("train-5")) == (4, 2)  # once with others, then alone
+        assert list((tmp_path / "spool").iterdir()) == [], "nor of those that were asked for beside it"
         server.behaviour, server.asked = (lambda name, attempt: "fine"), []
         extracted = run(server, tmp_path / "shards", prompts())
     assert (extracted.earlier, extracted.records, len(server.asked)) == (10, 2, 2)
@@ -196,6 +207,20 @@ def test_bytes_in_flight_stay_below_the_limit_or_are_one_request(tmp_path, limit
     assert server.most_bytes_out <= max(limit, largest)
     if limit == 1 << 20:
         assert server.most_bytes_out > largest, "many requests are in flight at once"
+
+
+def test_prompts_are_asked_for_in_groups_that_are_small_beside_what_may_be_in_flight(tmp_path):
+    rows = prompts(40)
+    with StandIn(tmp_path / "spool") as server:
+        run(server, tmp_path / "shards", rows)
+        assert server.most_together == sink.GROUP_PROMPTS
+        server.most_together, limit = 0, 8 * 50 * ROW_BYTES
+        run(server, tmp_path / "small", rows, in_flight_bytes=limit)
+        assert 2 <= server.most_together <= 50 // 2
+    groups = list(sink.groups_of(rows, most_tokens=50))
+    assert [one for group in groups for one in group] == list(enumerate(rows))
+    assert all(sink.tokens_of(group) <= 50 for group in groups) and max(map(len, groups)) < sink.GROUP_PROMPTS
+    assert [len(group) for group in sink.groups_of(rows[:3], most_tokens=1)] == [1, 1, 1]
 
 
 def test_a_full_disk_ends_the_run_with_its_own_error_and_not_in_a_hang(tmp_path, monkeypatch):
