@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,38 +18,13 @@ from data.manifest import finished_ids, mark_complete
 from data.shards import ShardWriter
 from data.storage import Uploader
 from extract.capture import Captured
-from extract.client import Client, RequestFailed, RequestRefused, ServerGone
-from extract.fetch import fetch, fetch_together, forget, rid_of
+from extract.client import Client, ServerGone
+from extract.groups import MAX_IN_A_ROW, AllFail, Asker, Group, cancel, groups_of, tokens_of
 from extract.preflight import Forecast
 from extract.server import Server
 
-RETRY_SECONDS = 0.1  # before the second try, then twice as long each time
 LANES = 4  # shards that are written at a time; one lane does 1 to 2 GB/s, an H200 prefills a small target's states at 4
-GROUP_PROMPTS, GROUP_TOKENS = 16, 8192  # of one request, at most: a GPU prefills as much at a time
-GROUPS_IN_FLIGHT = 8  # at least, whatever in_flight_bytes is
-MAX_REQUESTS = 128  # in flight, whatever their size
-MAX_IN_A_ROW = 64  # prompts that fail one after the other: what fails them will fail the rest, a full spool for one
-
-
-class AllFail(Exception):
-    """One prompt after the other fails, and none is captured."""
-
-
-Group = list[tuple[int, Prompt]]  # each with its number in the split
-
-
-def groups_of(prompts: Iterable[Prompt], *, most_tokens: int) -> Iterator[Group]:
-    """The prompts in their order, as they are asked for: a prompt that is larger than a group should be is one alone."""
-    group: Group = []
-    tokens = 0
-    for number, prompt in enumerate(prompts):
-        if group and (len(group) == GROUP_PROMPTS or tokens + len(prompt.tokens) > most_tokens):
-            yield group
-            group, tokens = [], 0
-        group.append((number, prompt))
-        tokens += len(prompt.tokens)
-    if group:
-        yield group
+LEAST_GROUPS, MOST_GROUPS = 8, 128  # that are in flight: so small are they made, and so many at most
 
 
 class ByteBudget:
@@ -153,18 +128,16 @@ class _Stream:
         self._server, self._writer, self._extracted, self._progress = server, writer, extracted, progress
         self._forecast = forecast
         self._retries, self._head, self._codec = retries, head, Codec.parse(writer.provenance.codec)
-        self._failed_in_a_row = 0
 
     async def run(self, prompts: list[Prompt], *, in_flight_bytes: int) -> None:
-        budget, pending = ByteBudget(in_flight_bytes), asyncio.Queue(MAX_REQUESTS)
+        budget, pending = ByteBudget(in_flight_bytes), asyncio.Queue(MOST_GROUPS)
         provenance = self._writer.provenance
         row_bytes = (len(provenance.boundaries) + 1) * provenance.hidden_size * self._server.state_bytes
-        groups = list(
-            groups_of(prompts, most_tokens=min(GROUP_TOKENS, in_flight_bytes // row_bytes // GROUPS_IN_FLIGHT))
-        )
+        groups = list(groups_of(prompts, most_tokens=in_flight_bytes // row_bytes // LEAST_GROUPS))
         try:
             async with Client(self._server.url, timeout_seconds=self._server.config.answer_timeout_seconds) as client:
-                feeder = asyncio.create_task(self._ask(groups, client, budget, pending, row_bytes=row_bytes))
+                asker = Asker(client, self._server.capturing.spool, retries=self._retries)
+                feeder = asyncio.create_task(_ask(groups, asker, budget, pending, row_bytes=row_bytes))
                 try:
                     async with asyncio.TaskGroup() as writing:
                         for group in groups:  # in their order: a dataset does not depend on the server's timing
@@ -175,7 +148,7 @@ class _Stream:
                             )
                         await feeder
                 finally:
-                    await _cancel([feeder, *(pending.get_nowait() for _ in range(pending.qsize()))])
+                    await cancel([feeder, *(pending.get_nowait() for _ in range(pending.qsize()))])
         except* ServerGone as gone:
             self._writer.close()  # what has arrived is complete
             kept = len(finished_ids(self._writer.out))
@@ -198,68 +171,6 @@ class _Stream:
             self._writer.fail(full.exceptions[0])
         except* ValueError as wrong:
             raise wrong.exceptions[0]
-
-    async def _ask(
-        self,
-        groups: list[Group],
-        client: Client,
-        budget: ByteBudget,
-        pending: asyncio.Queue[asyncio.Task],
-        *,
-        row_bytes: int,
-    ) -> None:
-        for group in groups:
-            await budget.take(row_bytes * tokens_of(group))
-            await pending.put(asyncio.create_task(self._capture(group, client)))
-
-    async def _capture(self, group: Group, client: Client) -> list[Captured | str]:
-        """Of each prompt what was captured, or why nothing could be. Raises ServerGone, AllFail."""
-        folder, rids = self._server.capturing.spool, [_rid(number, prompt, 0) for number, prompt in group]
-        found: list[Captured | RequestFailed | RequestRefused]
-        try:
-            tokens = [torch.from_numpy(prompt.tokens) for _, prompt in group]
-            found = await fetch_together(client, folder, tokens, rids=rids)
-        except (RequestFailed, RequestRefused) as error:
-            found = [error] * len(group)
-        if not any(isinstance(one, Exception) for one in found):
-            self._failed_in_a_row = 0
-            return found
-        again = {
-            i: asyncio.create_task(self._alone(*group[i], client, error=one, lonely=len(group) == 1))
-            for i, one in enumerate(found)
-            if isinstance(one, Exception)
-        }
-        try:
-            await asyncio.gather(*again.values())
-            return [again[i].result() if i in again else one for i, one in enumerate(found)]
-        finally:
-            await _cancel(list(again.values()))
-            forget(folder, rids)  # a server that refuses one may have begun with those before it
-
-    async def _alone(
-        self, number: int, prompt: Prompt, client: Client, *, error: RequestFailed | RequestRefused, lonely: bool
-    ) -> Captured | str:
-        """A prompt of a group that failed with `error`, by itself. lonely: it was by itself before."""
-        refused = isinstance(error, RequestRefused)
-        if refused and lonely:
-            return f"refused by the server: {error}"
-        reason, tries = str(error), self._retries + refused  # which of a group was refused is not known
-        for attempt in range(1, tries + 1):
-            await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
-            tokens, rid = torch.from_numpy(prompt.tokens), _rid(number, prompt, attempt)
-            try:
-                captured = (await fetch(client, self._server.capturing.spool, tokens, rid=rid))[0]
-                self._failed_in_a_row = 0
-                return captured
-            except RequestRefused as refusal:
-                return f"refused by the server: {refusal}"
-            except RequestFailed as failure:
-                reason = str(failure)
-        self._failed_in_a_row += 1
-        reason = f"{self._retries + 1} times: {reason}"
-        if self._failed_in_a_row >= MAX_IN_A_ROW:
-            raise AllFail(reason)
-        return reason
 
     async def _records(self, group: Group, captured: list[Captured | str]) -> list[Record]:
         """Of those that were captured; the others are noted."""
@@ -294,15 +205,9 @@ def record_of(prompt: Prompt, captured: Captured) -> Record:
     )  # fmt: skip
 
 
-def tokens_of(group: Group) -> int:
-    return sum(len(prompt.tokens) for _, prompt in group)
-
-
-def _rid(number: int, prompt: Prompt, attempt: int) -> str:
-    return rid_of(f"{prompt.split}-{number}-{attempt}")
-
-
-async def _cancel(tasks: list[asyncio.Task]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _ask(
+    groups: list[Group], asker: Asker, budget: ByteBudget, pending: asyncio.Queue[asyncio.Task], *, row_bytes: int
+) -> None:
+    for group in groups:
+        await budget.take(row_bytes * tokens_of(group))
+        await pending.put(asyncio.create_task(asker.capture(group)))

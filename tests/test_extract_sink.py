@@ -19,7 +19,7 @@ from data.prompts import Prompt
 from data.schema import Provenance
 from data.shards import ShardReader
 from data.storage import Uploader
-from extract import fetch, sink, spool
+from extract import fetch, groups, sink, spool
 from extract.sink import extract
 from tests.records import no_room_for
 
@@ -213,14 +213,14 @@ def test_prompts_are_asked_for_in_groups_that_are_small_beside_what_may_be_in_fl
     rows = prompts(40)
     with StandIn(tmp_path / "spool") as server:
         run(server, tmp_path / "shards", rows)
-        assert server.most_together == sink.GROUP_PROMPTS
+        assert server.most_together == groups.PROMPTS
         server.most_together, limit = 0, 8 * 50 * ROW_BYTES
         run(server, tmp_path / "small", rows, in_flight_bytes=limit)
         assert 2 <= server.most_together <= 50 // 2
-    groups = list(sink.groups_of(rows, most_tokens=50))
-    assert [one for group in groups for one in group] == list(enumerate(rows))
-    assert all(sink.tokens_of(group) <= 50 for group in groups) and max(map(len, groups)) < sink.GROUP_PROMPTS
-    assert [len(group) for group in sink.groups_of(rows[:3], most_tokens=1)] == [1, 1, 1]
+    found = list(groups.groups_of(rows, most_tokens=50))
+    assert [one for group in found for one in group] == list(enumerate(rows))
+    assert all(groups.tokens_of(group) <= 50 for group in found) and max(map(len, found)) < groups.PROMPTS
+    assert [len(group) for group in groups.groups_of(rows[:3], most_tokens=1)] == [1, 1, 1]
 
 
 def test_a_full_disk_ends_the_run_with_its_own_error_and_not_in_a_hang(tmp_path, monkeypatch):
