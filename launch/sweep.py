@@ -2,16 +2,18 @@
 
     SWEEP/00-lr-1e-4-depths-4/     a run folder like any other, and beside its own files
       job.json                     what the job was told, and how it ended
-      job.log                      everything it printed
+      job.log                      everything it printed, a line with the time and the command before each start
 
 A job is known by what it is told, not by its number: a sweep that is repeated or widened finds its finished jobs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,12 +24,15 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tqdm import tqdm
 
 from data.config import write_atomically
 
 LOG, STATUS = "job.log", "job.json"
+START = "== started "  # begins the line in LOG with which a job is started, for the first time or again
+LONGEST_NAME = 100  # characters of a label in a folder's name
 GRACE_SECONDS = 120  # a job that is told to stop saves a checkpoint first
 
 
@@ -58,20 +63,33 @@ class Job:
         done = ended.get("inputs") == self.inputs and ended.get("status") == 0
         return summary if done and summary else None
 
-    def record(self, status: int | None, *, seconds: float = 0.0) -> None:
-        """Write job.json. status: of the process; None while it runs."""
+    def record(self, status: int | None, *, seconds: float = 0.0, cluster_job: str | None = None) -> None:
+        """Write job.json.
+
+        status       of the process; None while it runs
+        seconds      from its start (on a cluster, from its queueing) to its end
+        cluster_job  SLURM's number of it, while it is queued or runs there
+        """
         content = {
             "number": self.number, "label": self.label, "inputs": self.inputs, "status": status,
-            "seconds": round(seconds, 1), "overrides": list(self.overrides),
+            "seconds": round(seconds, 1), "overrides": list(self.overrides), "cluster_job": cluster_job,
         }  # fmt: skip
         write_atomically(self.out / STATUS, json.dumps(content, indent=1) + "\n")
 
+    def queued_as(self) -> tuple[str | None, bool]:
+        """SLURM's number of the job that was last seen in its folder (None: none, or it has ended), and whether that
+        was told the same."""
+        known = _read(self.out / STATUS)
+        return known.get("cluster_job"), known.get("inputs") == self.inputs
+
     def last_words(self) -> str:
-        """The last line that says something, of an error if there is one."""
+        """The last line that says something, of an error if there is one. What it said in an earlier start does not count."""
         try:
-            lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+            text = self.log.read_text(errors="replace")
         except FileNotFoundError:
             return "it left no log"
+        text = re.split(rf"^{START}.*\n?", text, flags=re.MULTILINE)[-1]
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"error: |\w*(Error|Exception|Interrupt)\b", line)]
         return (errors or lines or ["its log is empty"])[-1][:300]
 
@@ -95,12 +113,18 @@ def place(folder: Path, wanted: list[tuple[list[str], str, str]], *, by_label: b
     """Give every (overrides, label, inputs) its number and folder: the one it had, or the next that is free.
 
     by_label  a job is known by what differs, and its folder has no number: what was changed goes on there
+
+    Jobs that are told the same are one. Raises ValueError if two others would share a folder.
     """
     if by_label:
-        return [
-            Job(number, label, folder / (_words(label) or ["job"])[0], tuple(overrides), inputs)
-            for number, (overrides, label, inputs) in enumerate(wanted)
-        ]
+        named: dict[Path, Job] = {}
+        places = [folder / (_words(label) or ["job"])[0] for _, label, _ in wanted]
+        for out, (overrides, label, inputs) in zip(places, wanted):
+            job = named.setdefault(out, Job(len(named), label, out, tuple(overrides), inputs))
+            if job.overrides != tuple(overrides):
+                raise ValueError(f"{job.label!r} and {label!r} would both be written to {out}: sweep over them one by one, "
+                                 "each with an out= of its own")  # fmt: skip
+        return [named[out] for out in places]
     known, taken = {}, [-1]
     for file in sorted(folder.glob(f"*/{STATUS}")):
         found = _read(file)
@@ -137,9 +161,10 @@ def run_jobs(
         began = time.monotonic()
         job.out.mkdir(parents=True, exist_ok=True)
         job.record(None)
-        with job.log.open("ab") as log:
+        words = command(job)
+        with open_log(job.log, words) as log:
             process = subprocess.Popen(
-                command(job), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment(slot),
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment(slot),
                 start_new_session=True,
             )  # fmt: skip
             with lock:
@@ -176,7 +201,16 @@ def run_jobs(
     return ended
 
 
+def open_log(file: Path | str, command: list[str]) -> IO[bytes]:
+    """The job's log, to be added to: it begins with a line that says when `command` was started."""
+    log = open(file, "ab")
+    log.write(f"{START}{time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(command)}\n".encode())
+    log.flush()
+    return log
+
+
 def outcome(job: Job, status: int) -> str:
+    """What became of a job that ended with this exit status, in words."""
     if status:
         return f"status {status}, {job.last_words()}"
     return f"tau {tau:.3f}" if (tau := best_tau(job)) is not None else "finished"
@@ -256,7 +290,9 @@ def _split(override: str) -> tuple[str, str]:
 
 def _words(label: str) -> list[str]:
     """The label as a part of a folder's name that needs no quotes anywhere; nothing for an empty one."""
-    word = re.sub(r"[^A-Za-z0-9_.+-]+", "-", label)[:100].strip("-")
+    word = re.sub(r"[^A-Za-z0-9_.+-]+", "-", label).strip("-")
+    if len(word) > LONGEST_NAME:  # two that begin alike stay two
+        word = f"{word[: LONGEST_NAME - 9]}-{hashlib.sha256(label.encode()).hexdigest()[:8]}"
     return [word] if word else []
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import submitit
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from launch.compare import find
-from launch.sweep import STATUS, label_of, place, run_jobs, varied_keys
+from launch.submit import submit
+from launch.sweep import STATUS, Job, label_of, open_log, place, run_jobs, varied_keys
 from tests.datasets import write_dataset
 from train.config import TrainConfig  # noqa: F401, conf/train.yaml asks its resolver
 
@@ -140,6 +144,107 @@ def test_every_launcher_composes():
         assert config.hydra.sweep.dir == "o"
 
 
+# ---- on a cluster -------------------------------------------------------------------------------
+
+SAVES = "import signal,sys,time; signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143))); print('up', flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize(("number", "ending"), [(signal.SIGUSR2, "queued again"), (signal.SIGINT, "KeyboardInterrupt")])
+def test_a_job_that_the_cluster_wants_back_saves_and_is_queued_again(tmp_path, number, ending):
+    """submitit calls `checkpoint` from the handler of a signal that comes while the job is waited for."""
+    script = f"""
+import signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from launch.submit import Command
+job = Command([sys.executable, "-c", {SAVES!r}], log={str(tmp_path / "job.log")!r}, folder={str(tmp_path)!r})
+def wanted_back(*_):
+    again = job.checkpoint()
+    print("queued again" if again.function.command == job.command else "something else", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGUSR2, wanted_back)
+job()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    until(tmp_path / "job.log", "up")
+    process.send_signal(number)
+    assert ending in process.communicate(timeout=30)[0]
+    until(tmp_path / "job.log", "saved")
+
+
+def until(file: Path, words: str) -> None:
+    """Waits until the words stand on a line of their own in the file."""
+    deadline = time.monotonic() + 60
+    while not (file.exists() and words in file.read_text().splitlines()):
+        assert time.monotonic() < deadline, f"{words!r} does not come"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch) -> Path:
+    """A cluster that takes jobs and runs none: `calls` has its commands, sacct says what `state` says."""
+    (tmp_path / "bin").mkdir()
+    for name, text in {
+        "srun": "exit 0",
+        "scancel": f"echo scancel >> {tmp_path}/calls",
+        "sbatch": f"echo sbatch >> {tmp_path}/calls; echo Submitted batch job 12",
+        "sacct": f'echo "JobID|State|NodeList"; for job in 12 12_0 12_1; do echo "$job|$(cat {tmp_path}/state)|node1"; done',
+    }.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    (tmp_path / "state").write_text("RUNNING")
+    submitit.SlurmJob.watcher.clear()  # it remembers for ten minutes what sacct said
+    return tmp_path
+
+
+def calls(slurm: Path) -> list[str]:
+    return (slurm / "calls").read_text().split()
+
+
+CLUSTER = SimpleNamespace(
+    executor="slurm", timeout_minutes=60, partition=None, account=None, gpus_per_node=1, cpus_per_task=1, mem_gb=None, extra={}
+)
+
+
+def submitted(jobs: list[Job]) -> dict[Job, int]:
+    return submit(jobs, command=lambda job: ["true"], cluster=CLUSTER, at_once=2)
+
+
+def interrupted(jobs: list[Job], monkeypatch) -> str:
+    """What the command says that is stopped as soon as it waits for its jobs."""
+    with monkeypatch.context() as patched:
+        patched.setattr("launch.submit.time.sleep", lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            submitted(jobs)
+    return str(stopped.value)
+
+
+def test_a_command_that_is_started_again_waits_for_the_jobs_that_the_cluster_has(slurm, tmp_path, monkeypatch):
+    """Queued twice, two jobs would write to one folder."""
+    jobs = place(tmp_path / "s", [([str(i)], f"i={i}", str(i)) for i in range(2)])
+    assert "the same command waits for them again, `scancel 12` ends them" in interrupted(jobs, monkeypatch)
+    assert calls(slurm) == ["sbatch"]
+    for number, status in ((0, 0), (1, 3)):
+        (tmp_path / "s/submitit" / f"12_{number}_0_result.pkl").write_bytes(pickle.dumps(("success", status)))
+    assert list(submitted(jobs).values()) == [0, 3]
+    assert calls(slurm) == ["sbatch"], "none was queued again"
+
+
+def test_a_job_that_the_cluster_has_no_more_is_queued_again(slurm, tmp_path, monkeypatch):
+    jobs = place(tmp_path / "s", [([str(i)], f"i={i}", str(i)) for i in range(2)])
+    interrupted(jobs, monkeypatch)
+    (slurm / "state").write_text("CANCELLED by 1000")
+    monkeypatch.setattr("launch.submit._wait", lambda queued, **_: queued)
+    assert len(submitted(jobs)) == 2 and calls(slurm) == ["sbatch", "sbatch"]
+
+
+def test_a_folder_that_the_clusters_job_still_writes_to_takes_no_other_job(slurm, tmp_path, monkeypatch):
+    told = lambda inputs: place(tmp_path / "s", [(["part=0/2"], "part=0/2", inputs)], by_label=True)  # noqa: E731
+    interrupted(told("a"), monkeypatch)
+    with pytest.raises(ValueError, match="SLURM's job 12.* still writes to .*part-0-2, and was told something else"):
+        submitted(told("b"))
+
+
 # ---- names, numbers, processes ------------------------------------------------------------------
 
 
@@ -173,6 +278,34 @@ def test_a_job_is_finished_only_with_its_own_summary(tmp_path):
     assert other.out != job.out and other.summary() is None
 
 
+def test_two_jobs_that_begin_alike_have_folders_of_their_own(tmp_path):
+    """Extraction's have no numbers: of two long paths that differ at their ends one would take the other's shards out."""
+    paths = ["/data/" + 120 * "x" + end for end in ("a", "b")]
+    wanted = [([f"prompts={path}"], f"prompts={path}", path) for path in paths]
+    one, two = place(tmp_path, wanted, by_label=True)
+    assert one.out != two.out and place(tmp_path, wanted[1:], by_label=True)[0].out == two.out
+    with pytest.raises(ValueError, match="'p=a/b' and 'p=a-b' would both be written to .*p-a-b"):
+        place(tmp_path, [(["p=a/b"], "p=a/b", "1"), (["p=a-b"], "p=a-b", "2")], by_label=True)
+
+
+def test_a_job_that_is_named_twice_is_one_job(tmp_path):
+    jobs = place(tmp_path, [(["part=0/2"], "part=0/2", "a")] * 2, by_label=True)
+    assert len(set(jobs)) == 1
+
+
+def test_last_words_are_those_of_the_last_start(tmp_path):
+    """The job failed once; started again it is killed without a word, and its old error is not why."""
+    (job,) = place(tmp_path, [(["lr=1"], "lr=1", "a")])
+    job.out.mkdir()
+    with open_log(job.log, ["python", "x"]) as log:
+        log.write(b"error: the disk is full\n")
+    assert job.last_words() == "error: the disk is full"
+    with open_log(job.log, ["python", "x"]) as log:
+        assert job.last_words() == "its log is empty"
+        log.write(b"step 1\rstep 2\n")
+    assert job.last_words() == "step 2"
+
+
 def test_so_many_jobs_run_at_a_time_and_each_has_its_slot(tmp_path):
     """Four jobs on two slots: never more than two at once, and two of one slot never overlap."""
     jobs = place(tmp_path / "s", [([str(i)], f"i={i}", str(i)) for i in range(4)])
@@ -182,7 +315,7 @@ def test_so_many_jobs_run_at_a_time_and_each_has_its_slot(tmp_path):
         at_once=2,
     )  # fmt: skip
     assert set(ended.values()) == {0}
-    spans = [job.log.read_text().split() for job in jobs]
+    spans = [job.log.read_text().splitlines()[-1].split() for job in jobs]
     for slot in ("0", "1"):
         mine = sorted((float(a), float(b)) for s, a, b in spans if s == slot)
         assert mine and all(one[1] <= next_[0] for one, next_ in zip(mine, mine[1:]))
@@ -200,14 +333,12 @@ jobs = place(Path({str(tmp_path / "s")!r}), [(["1"], "i=1", "1"), (["2"], "i=2",
 run_jobs(jobs, command=lambda _: [sys.executable, "-c", {job!r}], environment=lambda _: dict(os.environ), at_once=1)
 """
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
-    log, deadline = tmp_path / "s" / "00-i-1" / "job.log", time.monotonic() + 60
-    while not (log.exists() and "up" in log.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    log = tmp_path / "s" / "00-i-1" / "job.log"
+    until(log, "up")
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode != 0 and "KeyboardInterrupt" in errors
-    assert "saved" in log.read_text()
+    assert "saved" in log.read_text().splitlines()
     assert not (tmp_path / "s" / "01-i-2").exists()
 
 
@@ -221,6 +352,25 @@ def test_each_job_has_gpus_of_its_own_where_there_are_enough(monkeypatch):
     two, three = (AccelerateLauncher(jobs, 4, None, [], None) for jobs in (2, 3))
     assert [two._environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["0,1,2,3", "4,5,6,7"]
     assert "CUDA_VISIBLE_DEVICES" not in three._environment(0)
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(0, None), (1, None), (0, 2), (8, 2)])
+def test_no_saved_setting_of_accelerate_reaches_a_job(monkeypatch, tmp_path, gpus, processes):
+    """`accelerate config` was once answered with DeepSpeed, four processes and bf16."""
+    from accelerate.commands import launch
+    from accelerate.commands.config import config_args
+    from hydra_plugins import accelerate_launcher
+
+    saved = "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\nuse_cpu: false\n"
+    (tmp_path / "saved.yaml").write_text(saved + "num_processes: 4\nnum_machines: 1\nmixed_precision: bf16\ndebug: false\n")
+    for module, name in ((launch, "default_config_file"), (config_args, "default_config_file")):
+        monkeypatch.setattr(module, name, str(tmp_path / "saved.yaml"))
+    monkeypatch.setattr(config_args, "default_yaml_config_file", str(tmp_path / "saved.yaml"))
+    monkeypatch.setattr(accelerate_launcher, "_gpus", lambda: [str(i) for i in range(gpus)])
+    words = accelerate_launcher.AccelerateLauncher(1, processes, None, [], None)._accelerate()
+    told, _, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args([*words, "train/main.py"]))
+    assert (told.num_processes, told.multi_gpu, told.use_deepspeed) == (processes or 1, processes is not None, False)
+    assert told.mixed_precision == "no" and told.use_cpu == (not gpus and not processes)
 
 
 def test_a_sweep_inside_accelerate_launch_is_refused(monkeypatch):

@@ -66,8 +66,15 @@ class AccelerateLauncherConf:
 
 ConfigStore.instance().store(group="hydra/launcher", name="accelerate_schema", node=AccelerateLauncherConf)
 
+CONFIG_FILES = Path(__file__).resolve().parent.parent / "accelerate"
+
 
 class AccelerateLauncher(Launcher):
+    """What Hydra starts a sweep's jobs with. Options: AccelerateLauncherConf.
+
+    Raises HydraException, before any job is started, for options that cannot be meant.
+    """
+
     def __init__(
         self,
         jobs: int,
@@ -99,7 +106,11 @@ class AccelerateLauncher(Launcher):
             raise HydraException("a sweep starts `accelerate launch` itself, once a job: start it with plain python")
         setup_globals()
         overrides = [[o for o in job if not o.startswith("out=")] for job in job_overrides]
-        jobs = place(Path(self.config.hydra.sweep.dir), self._described(overrides), by_label=not self._trains)
+        described = self._described(overrides)
+        try:
+            jobs = place(Path(self.config.hydra.sweep.dir), described, by_label=not self._trains)
+        except ValueError as error:
+            raise HydraException(str(error)) from error
         todo = [job for job in dict.fromkeys(jobs) if job.summary() is None]
         done = len(set(jobs)) - len(todo)
         print(f"sweep: {len(set(jobs))} jobs, {done} finished before, {len(todo)} to run, {self.jobs} at a time", flush=True)
@@ -108,7 +119,7 @@ class AccelerateLauncher(Launcher):
 
             try:
                 ended = submit(todo, command=self._command, cluster=self.cluster, at_once=self.jobs)
-            except ValueError as error:
+            except (ValueError, KeyboardInterrupt) as error:
                 raise HydraException(str(error)) from error
         else:
             try:
@@ -145,7 +156,10 @@ class AccelerateLauncher(Launcher):
 
         parsed = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
         swept = {o.get_key_element().lstrip("+~") for o in parsed if o.is_sweep_override()}
-        keys = varied_keys(overrides, swept=swept | set(self.config.hydra.sweeper.get("params") or {}))
+        swept |= set(self.config.hydra.sweeper.get("params") or {})
+        if not self._trains:
+            swept.add("part")  # one that is started again alone goes on in its folder
+        keys = varied_keys(overrides, swept=swept)
         described = []
         for told in overrides:
             with_out = [*told, f"out={_quoted(str(self.config.out))}"]
@@ -176,18 +190,15 @@ class AccelerateLauncher(Launcher):
         return [*launch, *self.options, sys.argv[0], *overrides]
 
     def _accelerate(self) -> list[str]:
-        """The options of `accelerate launch`: everything is said, so that no saved setting of the user's steps in."""
-        from extract.claims import free_port
-
+        """The options of `accelerate launch`: always with a file, so that no saved setting of the user's steps in."""
         count = [] if self.num_processes is None else ["--num_processes", str(self.num_processes)]
-        port = ["--main_process_port", str(free_port("127.0.0.1"))]
+        port = ["--main_process_port", "0"]  # any that is free on the machine where the job runs
         if self.config_file is not None:
             return ["--config_file", self.config_file, *count, *port]
-        plain = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        on_cpu = not _gpus() and self.cluster is None
+        file = "ddp.yaml" if self._processes() > 1 else "cpu.yaml" if on_cpu else "gpu.yaml"
         threads = ["--num_cpu_threads_per_process", str(max(len(os.sched_getaffinity(0)) // (self.jobs * self._processes()), 1))]
-        device = ["--cpu"] if not _gpus() and self.cluster is None else []
-        several = ["--multi_gpu"] if self._processes() > 1 else device
-        return [*several, *(count or ["--num_processes", "1"]), *plain, *(threads if device else []), *port]
+        return ["--config_file", str(CONFIG_FILES / file), *count, *port, *(threads if on_cpu else [])]
 
     def _processes(self) -> int:
         """Processes of each job."""
