@@ -7,11 +7,13 @@ import sys, pathlib  # noqa: E401
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+import fcntl  # noqa: E402
 import hashlib  # noqa: E402
 import json  # noqa: E402
 import math  # noqa: E402
 import tarfile  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from contextlib import ExitStack  # noqa: E402
 from dataclasses import dataclass, field  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -21,10 +23,10 @@ from tqdm import tqdm  # noqa: E402
 
 from data.config import TargetConfig, stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
-from data.manifest import Manifest, index_name, remove_shards  # noqa: E402
+from data.manifest import Manifest, index_name, lock, remove_shards  # noqa: E402
 from data.mapped import Shard  # noqa: E402
 from data.schema import SPLITS, Provenance, Record, check_same, safe_key  # noqa: E402
-from data.storage import local_folder, whole  # noqa: E402
+from data.storage import Remote, Unreachable, local_folder, whole  # noqa: E402
 
 CHUNK_BYTES = 1 << 22  # of a shard, hashed at a time
 
@@ -34,8 +36,10 @@ class VerifyConfig:
     """What is to be proved. YAML: conf/verify.yaml.
 
     shards      folder with a manifest.json, or s3://…: every shard is downloaded for a moment
+    out         folder for the log and the summary
     target      that it must have been captured from; null: whichever the manifest names
-    remove_bad  take bad shards out of the dataset: the command that made it captures their records again
+    remove_bad  take bad shards out of the dataset: the command that made it captures their records again. Nobody may
+                write to it meanwhile
     """
 
     shards: str
@@ -46,7 +50,12 @@ class VerifyConfig:
 
 @dataclass
 class Verified:
-    """What a dataset holds, and what is wrong with it: file name -> problems, each in words."""
+    """What a dataset holds, and what is wrong with it: file name -> problems, each in words.
+
+    shards, records, tokens, supervised  of which nothing is wrong; supervised: tokens under the loss mask
+    bytes                                of all shards, as the manifest has them
+    complete                             as the manifest says
+    """
 
     shards: int = 0
     records: int = 0
@@ -60,6 +69,7 @@ class Verified:
         self.problems.setdefault(file, []).append(problem)
 
     def words(self) -> str:
+        """The first three bad files, each with its first problem."""
         return "; ".join(f"{file}: {found[0]}" for file, found in list(self.problems.items())[:3])
 
 
@@ -67,6 +77,11 @@ class Verified:
 def main(config: VerifyConfig) -> dict:
     path = local_folder(config.shards)
     provenance = Manifest.load(path).provenance
+    if config.remove_bad and (remote := Remote.of(path)) and remote.mirror:
+        raise ValueError(
+            f"remove_bad=true takes shards out of a folder, and {config.shards} is elsewhere: give the folder whose upload= "
+            f"it is, or leave remove_bad=false"
+        )
     if config.target is not None:
         expected = Provenance.of_target(
             ensure_target(config.target),
@@ -77,14 +92,19 @@ def main(config: VerifyConfig) -> dict:
             engine_version=provenance.engine_version,
         )
         check_same(provenance, expected, where=str(path))
-    found = verify(path, progress=True)
+    with ExitStack() as stack:
+        if config.remove_bad:
+            for split in SPLITS:
+                stack.enter_context(lock(path / f".{split}.lock", wait=False))
+        found = verify(path, progress=True, alone=config.remove_bad)
+        if config.remove_bad:
+            remove_shards(path, set(found.problems))
     for file, problems in found.problems.items():
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         print(f"  BAD {file}: {problems[0]}{more}")
     if found.problems:
         cure = "remove_bad=true takes bad shards out"
         if config.remove_bad:
-            remove_shards(path, set(found.problems))
             cure = "they were taken out"
         raise ValueError(
             f"{path}: {len(found.problems)} bad file(s) beside {found.records} records that hold: {found.words()}; "
@@ -103,13 +123,18 @@ def main(config: VerifyConfig) -> dict:
     }
 
 
-def verify(path: Path | str, *, progress: bool = False) -> Verified:
+def verify(path: Path | str, *, progress: bool = False, alone: bool = False) -> Verified:
     """Reads every byte of a dataset. Counts are those of the records in which nothing is wrong.
+
+    progress  show a bar
+    alone     the caller holds the locks of the dataset's writers. Else somebody may write to it: then what is not in the
+              manifest is theirs, and no problem
 
     Checked for each shard: size, sha256, index; the members of the tar against the index; shapes and dtypes against
     codec and provenance; token ids within the vocabulary; masks; finite states; counts against the manifest. For the
     whole: an id in one record only, nothing temporary and nothing unlisted left.
-    Raises ValueError if there is no manifest that can be read.
+    Raises ValueError if there is no manifest that can be read, or the place where the shards are does not answer: that
+    says nothing about them.
     """
     path = local_folder(path)
     manifest = Manifest.load(path)
@@ -122,12 +147,28 @@ def verify(path: Path | str, *, progress: bool = False) -> Verified:
                 with whole(path, info) as folder:
                     _check_shard(Shard(folder, info, manifest.provenance), found, seen, bar)
             except ValueError as error:
+                if isinstance(error, Unreachable) and not isinstance(error.__cause__, FileNotFoundError | None):
+                    raise
                 found.add(info.name, str(error))
                 bar.update(info.bytes)
             found.shards += info.name not in found.problems
             found.bytes += info.bytes
-    _check_leftovers(path, manifest, found)
+    if alone or not _is_written(path):
+        _check_leftovers(path, found)
     return found
+
+
+def _is_written(path: Path) -> bool:
+    """Whether a ShardWriter works on the dataset now."""
+    for split in SPLITS:
+        try:
+            with (path / f".{split}.lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # there is none, or the file system knows no locks
+            continue
+    return False
 
 
 def _check_shard(shard: Shard, found: Verified, seen: dict[str, str], bar: tqdm) -> None:
@@ -224,8 +265,8 @@ def _is_finite(column: Tensor) -> bool:
     return math.isfinite(low) and math.isfinite(high)
 
 
-def _check_leftovers(path: Path, manifest: Manifest, found: Verified) -> None:
-    listed = {name for shard in manifest.shards for name in (shard.name, index_name(shard.name))}
+def _check_leftovers(path: Path, found: Verified) -> None:
+    listed = {name for shard in Manifest.load(path).shards for name in (shard.name, index_name(shard.name))}
     for file in sorted(path.iterdir()):
         if file.name.startswith(".") and file.name.endswith(".tmp"):
             found.add(

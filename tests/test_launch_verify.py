@@ -16,6 +16,8 @@ import torch
 from data.codecs import TeacherHead
 from data.manifest import Manifest, index_name, mark_complete
 from data.shards import ShardReader, ShardWriter
+from data.storage import Remote
+from launch import verify as verify_module
 from launch.verify import main, verify
 from tests.records import PROVENANCE, dataset_of, record_of
 
@@ -166,6 +168,55 @@ def test_an_index_that_names_other_records_is_found(shards: Path):
 def test_what_a_killed_run_left_is_named(shards: Path, name: str):
     (shards / name).write_bytes(b"x")
     assert set(bad(shards)) == {name}
+
+
+def test_what_another_process_is_writing_is_no_leftover(shards: Path, monkeypatch):
+    """A shard is finished while the others are read, and a next one is begun."""
+    check, writers = verify_module._check_shard, []
+
+    def and_writes(*arguments):
+        if not writers:
+            writers.append(ShardWriter(shards, provenance=PROVENANCE, split="train", shard_bytes=5000))
+            for i in range(5):
+                writers[0].write(record_of(f"new/{i}", num_tokens=8))
+        check(*arguments)
+
+    monkeypatch.setattr(verify_module, "_check_shard", and_writes)
+    assert bad(shards) == {}
+    assert list(shards.glob(".train-*.tmp")) and len(Manifest.load(shards).shards) > 4, "both were there meanwhile"
+    writers[0].abandon()
+
+
+def test_nothing_is_taken_out_of_what_another_process_is_writing(shards: Path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verify.py", f"shards={shards}", f"out={shards.parent / 'log'}", "remove_bad=true"])
+    flip(shards / "train-000001.tar", 1500)
+    with ShardWriter(shards, provenance=PROVENANCE, split="train", shard_bytes=5000), pytest.raises(SystemExit):
+        main()
+    assert "another process writes to" in capsys.readouterr().err and (shards / "train-000001.tar").exists()
+
+
+def test_a_place_that_does_not_answer_says_nothing_about_its_shards(shards: Path, monkeypatch, capsys):
+    """The shards were sent away and the network is down: with remove_bad=true all of them would be captured again."""
+    Remote("memory://nowhere", keep=False, mirror=False).save(shards)
+    monkeypatch.setattr(sys, "argv", ["verify.py", f"shards={shards}", f"out={shards.parent / 'log'}", "remove_bad=true"])
+    listed = Manifest.load(shards).shards
+    for name in ("train-000000.tar", "train-000001.tar"):
+        (shards / name).unlink()
+    with monkeypatch.context() as down, pytest.raises(SystemExit):
+        down.setattr("fsspec.core.url_to_fs", lambda url: (_ for _ in ()).throw(ConnectionError("no route to host")))
+        main()
+    assert "no route to host" in capsys.readouterr().err and Manifest.load(shards).shards == listed
+    with pytest.raises(SystemExit):
+        main()
+    assert len(Manifest.load(shards).shards) == len(listed) - 2, "it answers, and has them not: now they are bad"
+
+
+def test_shards_that_are_elsewhere_are_taken_out_where_they_were_made(shards: Path, monkeypatch, capsys):
+    Remote("s3://bucket/path", keep=True, mirror=True).save(shards)
+    monkeypatch.setattr(sys, "argv", ["verify.py", f"shards={shards}", f"out={shards.parent / 'log'}", "remove_bad=true"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "give the folder whose upload= it is" in capsys.readouterr().err
 
 
 def test_the_same_command_clears_what_a_killed_run_left(shards: Path):
