@@ -34,7 +34,13 @@ OFTEN_OF_NO_INTEREST = ("log_every_steps", "keep_checkpoints", "checkpoint_every
 
 @dataclass
 class Run:
-    """name; config flat and dotted; rows of metrics.jsonl, ascending; summary of its end, {} while it runs."""
+    """A run of train/main.py.
+
+    name     as its tracker calls it, else its folder
+    config   flat, names dotted
+    rows     of metrics.jsonl, ascending
+    summary  of its end; {} while it runs
+    """
 
     name: str
     config: dict
@@ -48,21 +54,24 @@ class Run:
 
     @property
     def best(self) -> dict | None:
+        """Of `taus` the row with the largest; None before the first validation."""
         return max(self.taus, key=lambda row: row["tau"], default=None)
 
     @property
     def tau(self) -> float | None:
+        """The largest exact greedy tau on the validation shards; None before the first validation."""
         best = self.best
         return best["tau"] if best else self.summary.get("best_tau", self.summary.get("tau"))
 
     @property
     def accuracy(self) -> list[float]:
-        """By depth, on the validation shards where tau was best."""
+        """By depth, 0 .. 1, given the earlier drafts right; on the validation shards, where tau was best."""
         best = self.best or {}
         return (best.get("validation") or {}).get("acc") or self.summary.get("acc") or []
 
     @property
     def tokens_per_second(self) -> float | None:
+        """Median over the log's lines, of all processes together."""
         found = [row["tokens_per_second"] for row in self.rows if "tokens_per_second" in row]
         middle = sorted(found[1:] or found)  # the first has compilation in it
         return middle[len(middle) // 2] if middle else None
@@ -138,6 +147,7 @@ def table(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def show(header: list[str], rows: list[list[str]]) -> str:
+    """The table for a terminal: the first column to the left, the others to the right."""
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
     lines = [
         "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths)))
@@ -253,6 +263,7 @@ def main() -> None:
     header, rows = table(runs)
     print(show(header, rows))
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps([dict(zip(header, row)) for row in rows], indent=1) + "\n")
     if any(run.taus for run in runs):
         print(f"picture: {draw(runs, arguments.png)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -25,8 +26,11 @@ STYLE = {
 def draw(out: Path, *, metrics: list[dict], offline: dict, live: dict, title: str) -> Path:
     """Write the PNG `out` and return its path.
 
-    metrics  lines of RUN/metrics.jsonl: "step" with "loss" and "acc" (one per depth), or with "tau" (validation)
-    offline  summary of train/evaluate.py    live  summary of launch/bench.py: "tau", "by_source" {name: {"tau"}}
+    metrics  lines of RUN/metrics.jsonl: "step" with "loss" in nats and "acc" (one per depth, 0 .. 1), or with "tau"
+             (validation)
+    offline  summary of train/evaluate.py: "tau", "by_source" {name: {"tau"}}
+    live     the same of launch/bench.py
+    title    line above the three panels
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13.5, 4.6), layout="constrained", facecolor="white")
@@ -42,7 +46,12 @@ def draw(out: Path, *, metrics: list[dict], offline: dict, live: dict, title: st
 
 
 def read_metrics(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    """The lines of a run's metrics.jsonl, without those that a death cut short, or that are just being written."""
+    rows = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def _loss(axes: Axes, rows: list[dict]) -> None:

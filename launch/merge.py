@@ -35,8 +35,8 @@ class MergeConfig:
     parts  their folders, or s3://…
     out    folder to write
     into   s3://… if the parts are there; `out` is then for the log
-    how    link: hard links, which take no space and no time | move | copy (to another file system). Of parts on S3 the
-           shards are copied by the store itself, and come through no one's hands here
+    how    link: hard links, which take no space and no time | move: the parts are no datasets any more | copy: to
+           another file system. Of parts on S3, whatever `how` is, the shards are copied by the store itself and stay
     """
 
     parts: list[str]
@@ -64,6 +64,8 @@ def main(config: MergeConfig) -> dict:
 
 def merge(parts: Sequence[Path | str], out: Path | str, *, how: str) -> Manifest:
     """The manifest of the merged dataset, whose shards are those of the parts under new numbers, part after part.
+
+    parts, out  folders, or all of them s3://…    how  see MergeConfig
 
     Everything is checked before the first file is touched. Raises ValueError if a part is missing, incomplete, there
     twice, of another target or codec, or holds a record that another one has too; or if `out` holds a dataset.
@@ -128,6 +130,8 @@ class _Place:
         try:
             if how == "copy":
                 shutil.copyfile(source, target)
+                with target.open("rb+") as copied:  # on the disk before the manifest lists it
+                    os.fsync(copied.fileno())
             else:
                 os.link(source, target)
         except OSError as error:

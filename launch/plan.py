@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from data.boundaries import text_config
 from data.codecs import Codec
 from data.config import typed
+from extract.preflight import TOKEN_BYTES
 from train import plan
 from train.config import TrainConfig
 from train.plan import GIB, Engine
@@ -36,14 +37,18 @@ KIMI_K25 = {
 }  # fmt: skip
 CODECS = ("bf16", "fp8", "fp8+topk64")
 PACKS = (8192, 16384, 32768)
-BESIDE_STATES = 5  # bytes of a token's id and mask
 # What is worked out with: measured on an H200 (docs/LOG.md), and two thirds of it
 SHARES = (plan.MEASURED_MFU, 2 / 3 * plan.MEASURED_MFU)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """gib of each GPU; peak_tflops dense bf16 of each; link: GB/s that each sends while it receives as much."""
+    """What the training runs on.
+
+    gpus         how many            gpu    their name
+    gib          memory of each      peak_tflops  dense bf16 of each
+    link         GB/s that each sends while it receives as much; link_name: what that is
+    """
 
     gpus: int
     gpu: str
@@ -55,7 +60,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Work:
-    """conversations of `tokens` each."""
+    """So many conversations of `tokens` tokens each."""
 
     conversations: int
     tokens: int
@@ -73,7 +78,7 @@ def render(config: TrainConfig, shape: DrafterShape, machine: Machine, work: Wor
 
 
 def disk(shape: DrafterShape, config: TrainConfig, machine: Machine, work: Work) -> str:
-    """Of the shards, by codec, with what training reads a second."""
+    """Of the shards, by codec, with what training reads a second; and of the checkpoints."""
     rate = tokens_per_second(shape, config, machine, work, share=SHARES[0])
     lines = [
         f"**Disk.** {work.conversations:,} conversations of {work.tokens:,} tokens are {work.total / 1e6:.0f} M tokens; "
@@ -169,8 +174,9 @@ def extraction(shape: DrafterShape, work: Work) -> str:
 
 
 def bytes_per_token(shape: DrafterShape, codec: str) -> int:
+    """Of a record on disk: states, token and mask."""
     states = Codec.parse(codec).bytes_per_token(num_boundaries=shape.num_boundaries, hidden_size=shape.hidden_size)
-    return states + BESIDE_STATES
+    return states + TOKEN_BYTES
 
 
 def tokens_per_second(shape: DrafterShape, config: TrainConfig, machine: Machine, work: Work, *, share: float) -> float:
@@ -180,6 +186,7 @@ def tokens_per_second(shape: DrafterShape, config: TrainConfig, machine: Machine
 
 
 def step_seconds(shape: DrafterShape, config: TrainConfig, machine: Machine, work: Work, *, share: float) -> float:
+    """Of an optimizer step, at `share` of the peak."""
     tokens = config.batch.conversations_per_step * work.tokens
     return tokens / tokens_per_second(shape, config, machine, work, share=share)
 
@@ -201,6 +208,7 @@ def target_config(config: TrainConfig) -> dict:
 
 
 def load(overrides: list[str]) -> tuple[TrainConfig, DrafterShape]:
+    """conf/train.yaml for the reference user, with `overrides`. Raises ValueError, HydraException for a wrong one."""
     conf = Path(__file__).resolve().parent.parent / "conf"
     with initialize_config_dir(str(conf), version_base=None):
         config = typed(TrainConfig, compose("train", [*REFERENCE, "shards=none", "out=none", *overrides]))
@@ -211,18 +219,19 @@ def load(overrides: list[str]) -> tuple[TrainConfig, DrafterShape]:
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="of train/main.py")
-    options.add_argument("--conversations", type=int, default=10_000)
+    options.add_argument("--conversations", type=int, default=10_000, help="how many (%(default)s)")
     options.add_argument("--tokens", type=int, default=8_000, help="of each conversation (%(default)s)")
-    options.add_argument("--gpus", type=int, default=8)
+    options.add_argument("--gpus", type=int, default=8, help="how many (%(default)s)")
     options.add_argument("--gpu", default="RTX PRO 6000", help="its name, for its peak (%(default)s)")
-    options.add_argument("--gib", type=float, default=96, help="memory of each (%(default)s)")
+    options.add_argument("--gib", type=float, default=96, help="memory of each, GiB (%(default)s)")
     options.add_argument("--peak-tflops", type=float, help="dense bf16 of each, for a GPU that is not known")
     options.add_argument("--link", type=float, default=63, help="GB/s each way between GPUs (%(default)s: PCIe 5.0 x16)")
-    options.add_argument("--link-name", default="PCIe 5.0 x16")
+    options.add_argument("--link-name", default="PCIe 5.0 x16", help="what it is called in the text (%(default)s)")
     return options
 
 
 def planned(arguments: argparse.Namespace) -> str:
+    """What is printed. Raises ValueError for a GPU that is not known, without its peak."""
     config, shape = load(arguments.overrides)
     peak = arguments.peak_tflops or plan.peak_tflops(arguments.gpu)
     if peak is None:
@@ -233,7 +242,7 @@ def planned(arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     try:
-        print(planned(parser().parse_args()), end="")
+        print(planned(parser().parse_intermixed_args()), end="")
     except (ValueError, HydraException) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

@@ -32,6 +32,7 @@ class RecodeConfig:
     shards       folder with a manifest.json, or s3://…
     out          folder to write; the same command continues there
     codec        see data/codecs.py
+    shard_bytes  a shard is finished once it is this large
     device       auto | cpu | cuda: where codec topk asks the target's head
     """
 
@@ -82,10 +83,20 @@ def main(config: RecodeConfig) -> dict:
 
 
 def recode(source: Path, out: Path, *, codec: Codec, head: TeacherHead | None, shard_bytes: int) -> None:
-    """Writes what `source` has and `out` has not yet. Raises ValueError if `source` lacks what the codec stores."""
+    """Writes what `source` has and `out` has not yet.
+
+    head  the target's, for a codec that stores the most likely tokens of states; else None
+
+    Raises ValueError if `source` lacks what the codec stores, or `out` holds another dataset.
+    """
     manifest = Manifest.load(source)
     provenance = replace(manifest.provenance, codec=codec.name)
     done = finished_ids(out)
+    if strange := done - finished_ids(source):
+        raise ValueError(
+            f"{out} holds {len(strange)} records that {source} has not, like {min(strange)}: they were made from another "
+            f"dataset; choose another out="
+        )
     out.mkdir(parents=True, exist_ok=True)
     if (source / vocab.FILE).exists():
         shutil.copy(source / vocab.FILE, out / vocab.FILE)

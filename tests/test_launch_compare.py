@@ -81,12 +81,19 @@ def test_the_picture_is_wide_enough_to_read(sweep, tmp_path):
 
 
 def test_the_command_prints_the_table_and_names_the_picture(sweep, tmp_path):
-    command = [sys.executable, ROOT / "launch/compare.py", sweep / "00", sweep / "01", "--png", tmp_path / "p.png", "--json", tmp_path / "t.json"]
+    command = [sys.executable, ROOT / "launch/compare.py", sweep / "00", sweep / "01", "--png", tmp_path / "p.png", "--json", tmp_path / "new/t.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].split() == ["run", "lr", "tau", "acc", "1", "acc", "2", "tokens/s", "hours", "dollars"]
     assert done.stdout.splitlines()[-1] == f"picture: {tmp_path / 'p.png'}"
-    assert [row["tau"] for row in json.loads((tmp_path / "t.json").read_text())] == ["2.000", "1.750"]
+    assert [row["tau"] for row in json.loads((tmp_path / "new/t.json").read_text())] == ["2.000", "1.750"]
+
+
+def test_a_line_that_is_just_being_written_is_left_out(sweep):
+    before = find(sweep / "01")[0].rows
+    with (sweep / "01" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 0.')
+    assert find(sweep / "01")[0].rows == before
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path):

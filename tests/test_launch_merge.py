@@ -156,6 +156,15 @@ def test_the_command_recodes(captured: Path, tiny_llama, tmp_path: Path, monkeyp
     assert torch.equal(Vocabulary.load(tmp_path).counts, Vocabulary.load(captured).counts)
 
 
+def test_a_folder_takes_the_records_of_one_dataset_only(tmp_path: Path):
+    """Else the next training learns from both."""
+    one, other = (part_of(tmp_path / ids, None, ids) for ids in ("abc", "def"))
+    recode(one, tmp_path / "fp8", codec=Codec.parse("fp8"), head=None, shard_bytes=1 << 20)
+    with pytest.raises(ValueError, match="holds 3 records that .*/def has not, like a: .*choose another out="):
+        recode(other, tmp_path / "fp8", codec=Codec.parse("fp8"), head=None, shard_bytes=1 << 20)
+    assert finished_ids(tmp_path / "fp8") == set("abc")
+
+
 def test_recoding_continues_and_takes_what_a_codec_has(tmp_path: Path):
     """fp8+topk5 has no last: fewer tokens can be kept of it, and states be stored wider; last cannot come back."""
     head = TeacherHead(torch.randn(512, 8, generator=torch.Generator().manual_seed(0)), device="cpu")
