@@ -76,6 +76,7 @@ def worker(arguments: argparse.Namespace) -> None:
                 torch.cuda.empty_cache()
     if accelerator.is_main_process:
         Path(arguments.json).write_text(json.dumps(rows))
+    accelerator.end_training()  # or the processes leave NCCL as it is, which warns of it
 
 
 def measure(name: str, case: Case, target: Target, *, packs: int, lane) -> dict:

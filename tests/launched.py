@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -33,13 +34,22 @@ def options(shards: Path, out: Path, target, **changes: object) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    """Two processes do not share a GPU: NCCL refuses it. Where there is only one, they run on the CPU."""
+    gpus = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() == 1 else {}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **gpus}
 
 
-def start(command: list[str]) -> subprocess.Popen:
-    """In a process group of its own."""
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True, start_new_session=True)  # fmt: skip
+class Started(subprocess.Popen):
+    """A command in a process group of its own. It prints to a file: a pipe that nobody reads fills up and stops it."""
+
+    def __init__(self, command: list[str]):
+        self.file = tempfile.NamedTemporaryFile("a", prefix="printed-")
+        super().__init__(
+            command, cwd=ROOT, env=environment(), stdout=self.file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def printed(self) -> str:
+        return Path(self.file.name).read_text()
 
 
 def run(command: list[str], *, status: int = 0) -> str:

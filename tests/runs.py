@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # more processes than a machine may have GPUs, and forked
 
 import deepspeed  # noqa: F401
 from hydra import compose, initialize_config_dir

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections import Counter
 
+import psutil
 import pytest
 import torch
 
@@ -76,6 +79,22 @@ def test_the_workers_make_what_one_process_makes(shards):
         assert a.batch.ids == b.batch.ids
         assert torch.equal(a.batch.aux, b.batch.aux) and torch.equal(a.counted, b.counted)
         assert torch.equal(a.documents.active, b.documents.active)
+
+
+def test_the_workers_outlive_a_sigterm(shards):
+    """A launcher sends it to the whole process group; the run goes on to the end of its step."""
+    reader = ShardReader(shards, split="train")
+    feed = StepFeed(
+        reader, plan(reader), config=batch_config(num_workers=1), depths=3, bucket=1, rank=0, num_ranks=1, device=CPU
+    )
+    before = {child.pid for child in psutil.Process().children()}
+    steps = iter(feed)
+    found = [feed.next_batch() for _ in range(next(steps)[0])]  # a worker has started
+    for child in psutil.Process().children():
+        if child.pid not in before:
+            os.kill(child.pid, signal.SIGTERM)
+    found += [feed.next_batch() for num, _ in steps for _ in range(num)]
+    assert Counter(id for one in found for id in one.batch.ids) == Counter(entry.id for entry in reader.entries)
 
 
 def test_a_thread_runs_ahead_by_its_depth_and_no_further():

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launched import LAUNCH, SECONDS, launcher, losses, options, run, same, start, tensors
+from tests.launched import LAUNCH, SECONDS, Started, launcher, losses, options, run, same, tensors
 from train import checkpoint
 
 STEPS = 40
@@ -30,19 +30,19 @@ def whole(tmp_path_factory, shards, tiny_llama) -> Path:
     return out
 
 
-def wait_for_step(out: Path, step: int, process: subprocess.Popen) -> None:
+def wait_for_step(out: Path, step: int, process: Started) -> None:
     """Until a checkpoint of `step` or later is begun, or complete."""
     deadline = time.monotonic() + SECONDS
     while True:
         names = [path.name for path in (out / "checkpoints").glob("*step-*")] if (out / "checkpoints").exists() else []
         if any(int(name.rsplit("-", 1)[1]) >= step for name in names):
             return
-        assert process.poll() is None, f"ended before step {step}: {process.stdout.read()[-4000:]}"
+        assert process.poll() is None, f"ended before step {step}: {process.printed()[-4000:]}"
         assert time.monotonic() < deadline, f"no checkpoint of step {step} in {SECONDS} s"
         time.sleep(0.005)
 
 
-def rank_of(process: subprocess.Popen, rank: int) -> int:
+def rank_of(process: Started, rank: int) -> int:
     """The process id of a rank below a launcher."""
     for child in psutil.Process(process.pid).children(recursive=True):
         if child.environ().get("RANK") == str(rank):
@@ -50,19 +50,20 @@ def rank_of(process: subprocess.Popen, rank: int) -> int:
     raise AssertionError(f"no rank {rank}")
 
 
-def kill(process: subprocess.Popen) -> None:
+def kill(process: Started) -> None:
     """A launcher and all its processes, at once: each of them has a process group of its own."""
     for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
         one.kill()
 
 
-def ended(process: subprocess.Popen) -> str:
+def ended(process: Started) -> str:
     """What it printed."""
     try:
-        return process.communicate(timeout=SECONDS)[0]
+        process.wait(SECONDS)
     except subprocess.TimeoutExpired:
         kill(process)
         raise
+    return process.printed()
 
 
 def check_as_whole(out: Path, whole: Path) -> None:
@@ -78,18 +79,20 @@ def test_a_killed_rank_and_a_termination_leave_no_trace(whole, shards, tiny_llam
     """Rank 1 is killed while a checkpoint is written; what goes on is told to end, and goes on once more."""
     out = tmp_path / "run"
     command = [*launcher(2), "train/main.py", *options(shards, out, tiny_llama, **SETTINGS)]
-    process = start(command)
+    process = Started(command)
     wait_for_step(out, 4, process)
     os.kill(rank_of(process, 1), signal.SIGKILL)
-    ended(process)
+    printed = ended(process)
     assert process.returncode != 0
+    assert "Unable to shutdown process" not in printed, "the launcher had to kill the other one, half a minute later"
     killed_at = checkpoint.read_state(checkpoint.latest(out / "checkpoints")).step
     assert 2 <= killed_at < STEPS, "killed too late to test anything"
 
-    process = start(command)
+    process = Started([*command, "batch.num_workers=1"])
     wait_for_step(out, killed_at + 4, process)
-    process.terminate()  # as SLURM does before it takes the machine away; the launcher passes it on
+    process.terminate()  # as SLURM does before it takes the machine away; the launcher passes it on, also to workers
     printed = ended(process)
+    assert "destroy_process_group() was not called" not in printed  # which NCCL would say
     assert f"resuming from {out}/checkpoints/step-{killed_at:06d}" in printed
     stopped_at = checkpoint.read_state(checkpoint.latest(out / "checkpoints")).step
     assert f"told to end: step {stopped_at} is saved" in printed
@@ -103,7 +106,7 @@ def test_two_machines_are_one_group_and_losing_one_is_made_good(whole, shards, t
     """Two launchers, one process each, that meet over TCP: as two processes of one machine, also after a death."""
     out = tmp_path / "run"
 
-    def machines() -> list[subprocess.Popen]:
+    def machines() -> list[Started]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -112,7 +115,7 @@ def test_two_machines_are_one_group_and_losing_one_is_made_good(whole, shards, t
             "--main_process_ip", "127.0.0.1", "--main_process_port", str(port),
         ]  # fmt: skip
         stage = ["train/main.py", *options(shards, out, tiny_llama, **SETTINGS)]
-        return [start([*shared, "--machine_rank", str(rank), *stage]) for rank in (0, 1)]
+        return [Started([*shared, "--machine_rank", str(rank), *stage]) for rank in (0, 1)]
 
     first, second = machines()
     wait_for_step(out, 4, first)

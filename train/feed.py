@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import queue
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -119,6 +120,7 @@ class StepFeed:
             batch_size=None,
             num_workers=config.num_workers,
             prefetch_factor=4 if config.num_workers else None,
+            worker_init_fn=_only_when_told,
             pin_memory=device.type == "cuda",
         )
         items = self._items()
@@ -152,6 +154,8 @@ class StepFeed:
         """Of every step the counted rows, then its micro-batches: a step's rows are known before its first one runs."""
         loader = iter(self.loader)
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        if stream is not None:  # a thread begins on the first GPU, where each process would leave half a GB of context
+            torch.cuda.set_device(stream.device)
         for step in self.mine:
             batches: list[MicroBatch] = list(islice(loader, len(step)))
             yield torch.stack([batch.counted.sum(1) for batch in batches]).sum(0)
@@ -196,6 +200,11 @@ class Ahead:
             self.ready.put((None, StopIteration()))
         except BaseException as error:  # raised where the item is asked for
             self.ready.put((None, error))
+
+
+def _only_when_told(worker: int) -> None:
+    """A launcher sends SIGTERM to the loader's workers too, while the run still takes a step and saves."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from train.feed import MicroBatch
 from train.metrics import DepthSums
 from train.progress import Meter
+from train.running import Agreement
 
 
 @dataclass
@@ -60,11 +60,11 @@ class Interval:
     def add_work(self, tokens: int, rows: int, pairs: int) -> None:
         self.work = tuple(map(sum, zip(self.work, (tokens, rows, pairs))))
 
-    def over_all(self, accelerator: Accelerator) -> Interval:
-        """With the sums and the work of all processes, each of which calls this."""
-        work = torch.tensor(self.work, dtype=torch.float64, device=accelerator.device)
-        sums = DepthSums(accelerator.reduce(self.sums.values, "sum"))
-        return replace(self, sums=sums, work=tuple(accelerator.reduce(work, "sum").tolist()))
+    def over_all(self, agreement: Agreement) -> Interval:
+        """With the sums and the work of all processes, each of which calls this; on the CPU."""
+        sums = DepthSums(agreement.sum(self.sums.values.to("cpu", copy=True)))
+        work = agreement.sum(torch.tensor(self.work, dtype=torch.float64))
+        return replace(self, sums=sums, work=tuple(work.tolist()))
 
     @property
     def num_counted(self) -> int:

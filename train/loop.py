@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from data.shards import ShardReader
@@ -22,7 +21,7 @@ from train.follow import Planner
 from train.interval import Interval
 from train.model import Drafter
 from train.progress import Meter, Progress, device_name
-from train.running import Agreement, Termination, only_run
+from train.running import Agreement, Termination, Watch, only_run
 from train.target import Target
 from train.tracking import Tracker, costs
 from train.unroll import TrainingTimeTest
@@ -102,6 +101,8 @@ class Trainer:
         quiet = not self.accelerator.is_main_process
         with (
             Termination() as self.termination,
+            Watch(self.agreement, busy=lambda: self.writer.busy) as self.watch,
+            self.writer,
             Progress(total=self.total_steps, initial=state.step, disable=quiet) as bar,
         ):
             for epoch in range(state.epoch, config.epochs):
@@ -113,7 +114,8 @@ class Trainer:
                 if last or (config.evaluate_every_epochs and (epoch + 1) % config.evaluate_every_epochs == 0):
                     validation = self._validate(bar)
                 state.epoch, state.step_in_epoch = epoch + 1, 0
-        self.writer.finish()
+            self.writer.finish()
+            self.watch.part()
         return validation
 
     def summary(self) -> dict:
@@ -198,7 +200,7 @@ class Trainer:
     def _log(self, bar: Progress) -> None:
         """Write what the interval saw, over all processes, and begin the next one."""
         config, state = self.config, self.state
-        seen = self.interval.over_all(self.accelerator)
+        seen = self.interval.over_all(self.agreement)
         state.supervised_tokens += seen.num_counted
         figures = {
             "epoch": state.epoch + state.step_in_epoch / max(self.total_steps // config.epochs, 1),
@@ -226,9 +228,9 @@ class Trainer:
             rank=self.accelerator.process_index,
             num_ranks=self.accelerator.num_processes,
         )
-        figures = summarize(gather_object(mine), depths=self.depths)
+        figures = summarize([one for scores in self.agreement.gather(mine) for one in scores], depths=self.depths)
         new = self.state.step not in checkpoint.taus(self.folder)
-        self.accelerator.wait_for_everyone()  # all have looked before one writes
+        self.agreement.wait()  # all have looked before one writes
         if self.accelerator.is_main_process and new:
             checkpoint.record_tau(self.folder, self.state.step, figures["tau"])
             self.tracker.log(
@@ -240,8 +242,9 @@ class Trainer:
 
     def _save(self) -> None:
         """Hand a checkpoint to the writer; what the step waited for it is logged."""
-        state = replace(self.state, interval=gather_object([self.interval.stored()]))
-        stall = self.writer.save(self.engine.stored(), state)
+        stall = self.writer.finish()  # before the others are met: under ZeRO their GPUs would wait for this disk
+        state = replace(self.state, interval=self.agreement.gather(self.interval.stored()))
+        stall += self.writer.save(self.engine.stored(), state)
         now = time.monotonic()
         share, self.saved = stall / (now - self.saved), now
         self.tracker.log(
@@ -255,13 +258,21 @@ class Trainer:
 
     def _leave(self, bar: Progress) -> None:
         self.writer.finish()
-        self.accelerator.wait_for_everyone()
+        self.watch.part()
         bar.write(f"told to end: step {self.state.step} is saved, the same command goes on from there")
+        self.close()
+        self.accelerator.state.destroy_process_group()
         raise SystemExit(TERMINATED)
 
     def _resumed(self) -> dict[str, dict[str, Tensor]] | None:
         """Take the state of the newest complete checkpoint of this very run, and return its tensors; None without one."""
         newest = checkpoint.latest(self.folder)
+        seen = self.agreement.gather(newest and newest.name)
+        if len(set(seen)) > 1:
+            raise ValueError(
+                f"the processes see different checkpoints in {self.folder} as the newest one ({seen}): a network's "
+                "file system takes a moment, start again"
+            )
         if newest is None:
             return None
         found = checkpoint.read_state(newest)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -54,13 +59,92 @@ class Termination:
 
 
 class Agreement:
-    """A small sum over all processes, on the CPU: no device waits for it, and the loop may look at the result."""
+    """What the processes tell one another, on the CPU: no device waits for it, and the loop may look at the result.
+
+    Whoever waits here may wait for half an hour, and hears at once that another process has died. Where a GPU waits,
+    nobody hears anything, and NCCL ends the process after ten minutes: what one process does alone is waited for here.
+    Every process calls every method; ValueError where another one has ended.
+    """
 
     def __init__(self, num_processes: int):
         self.group = dist.new_group(backend="gloo") if num_processes > 1 else None
 
     def sum(self, values: Tensor) -> Tensor:
-        """values: int64, as many on every process."""
+        """values: on the CPU, as many on every process; they become the sum."""
         if self.group is not None:
-            dist.all_reduce(values, group=self.group)
+            with _others_may_have_ended():
+                dist.all_reduce(values, group=self.group)
         return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each process, in their order."""
+        if self.group is None:
+            return [value]
+        found = [None] * dist.get_world_size(self.group)
+        with _others_may_have_ended():
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        self.gather(None)
+
+
+@contextmanager
+def _others_may_have_ended() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # gloo's: a connection is closed
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"another process of this run has ended, see what it said ({reason}): the same command goes on from the "
+            "last checkpoint"
+        ) from error
+
+
+class Watch:
+    """While it is open, this process ends soon after another one of the run has died on the same machine.
+
+    Its GPU may be waiting for that one in a collective that never ends, and its main thread for the GPU: it would not
+    even hear a signal, and the launcher would kill it half a minute later, with a checkpoint on its way to the disk.
+
+    busy  whether there is such a checkpoint: it is waited for
+    """
+
+    EVERY_SECONDS = 0.5
+
+    def __init__(self, agreement: Agreement, *, busy: Callable[[], bool]):
+        self.agreement, self.busy, self.over = agreement, busy, threading.Event()
+        here, me = _machine(), os.getpid()
+        self.others = [pid for machine, pid in agreement.gather((here, me)) if machine == here and pid != me and here]
+
+    def __enter__(self) -> Watch:
+        if self.others:
+            threading.Thread(target=self._look, name="watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+
+    def part(self) -> None:
+        """Called by every process at the end of its work: from here on each of them may end when it likes."""
+        self.over.set()
+        self.agreement.wait()
+
+    def _look(self) -> None:
+        while not self.over.wait(self.EVERY_SECONDS):
+            died = [pid for pid in self.others if not Path(f"/proc/{pid}").exists()]
+            if died:
+                while self.busy():
+                    time.sleep(0.05)
+                text = f"process {died[0]} of this run has died: the same command goes on from the last checkpoint"
+                print(f"error: {text}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+
+def _machine() -> str:
+    """What processes share that see one another under their process ids; empty where there is no Linux to ask."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

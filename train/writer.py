@@ -18,6 +18,8 @@ from train.checkpoint import RunState, Stored
 class CheckpointWriter:
     """Of the process that writes; the others take part in `save`, because the engine may have to put tensors together.
 
+    As a context it ends when the checkpoint at hand is on the disk, also where the training broke off.
+
     folder  RUN/checkpoints
     keep    newest checkpoints that stay, beside the best one
     """
@@ -28,6 +30,12 @@ class CheckpointWriter:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.running: Future | None = None
         self.write_seconds = 0.0  # of the last checkpoint, beside the training
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
 
     @property
     def busy(self) -> bool:
@@ -50,11 +58,13 @@ class CheckpointWriter:
             self.running = self.thread.submit(self._write, files, asdict(state))
         return time.monotonic() - started
 
-    def finish(self) -> None:
-        """Wait until the checkpoint at hand is on the disk."""
+    def finish(self) -> float:
+        """Wait until the checkpoint at hand is on the disk; returns the seconds that took."""
+        started = time.monotonic()
         running, self.running = self.running, None
         if running is not None:
             running.result()
+        return time.monotonic() - started
 
     def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
         copy = self.copies.get((file, name))
