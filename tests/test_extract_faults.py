@@ -14,7 +14,7 @@ import torch
 import extract.server as server_module
 import tests.test_extract_sink as sink_test
 from data.manifest import finished_ids
-from extract import fetch, sink
+from extract import fetch, groups
 from extract.capture import Reference
 from extract.client import Client, ServerGone
 from tests.families import family
@@ -112,7 +112,7 @@ def test_whatever_fails_in_the_plugin_the_server_serves_on_and_every_record_is_r
     faults = with_plugin(tmp_path / "faults", "faults", FAULTS)
     monkeypatch.setenv("PYTHONPATH", str(faults))
     monkeypatch.setattr(fetch, "ROWS_SECONDS", 0.7)
-    monkeypatch.setattr(sink, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(groups, "RETRY_SECONDS", 0.0)
     reference = Reference(made.reference)
     sent = [replace(prompt, id=f"{prompt.id}-{i}") for i in range(4) for prompt in prompts()]
     with serve(made.folder, tmp_path, boundaries=BOUNDARIES, **CHUNKED.engine) as server:
@@ -171,7 +171,7 @@ def test_a_real_server_whose_forward_stands_still_is_told_of_ended_and_its_stack
 
 def test_a_spool_that_stays_full_ends_the_run_soon_and_keeps_what_has_come(tmp_path, monkeypatch):
     """After 64 prompts in a row, not after each of many thousand; the same call continues when there is room."""
-    monkeypatch.setattr(sink, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(groups, "RETRY_SECONDS", 0.0)
     out, rows = tmp_path / "shards", sink_test.prompts(300)
     with sink_test.StandIn(tmp_path / "spool", lambda name, attempt: "fine") as server:
         asked, write_part = [], sink_test.spool.write_part
