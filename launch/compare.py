@@ -181,7 +181,7 @@ def draw(runs: list[Run], png: Path) -> Path:
 
 
 def _lines(axes: Axes, runs: list[Run], keys: list[str], *, key: str, unit: float) -> None:
-    """Direct ends: the last tau of each run stands beside its line, moved apart where two would meet."""
+    """The last tau of each run stands at the right edge in its colour, moved apart where two would meet."""
     ends = []
     for i, run in enumerate(runs):
         points = [(row[key] / unit, row["tau"]) for row in run.taus if key in row]
@@ -190,16 +190,16 @@ def _lines(axes: Axes, runs: list[Run], keys: list[str], *, key: str, unit: floa
         color = DEPTHS[i % len(DEPTHS)]
         style = {"color": color, "linewidth": 2.2, "marker": "o", "markersize": 4.5, "markeredgecolor": "white"}
         axes.plot(*zip(*points), **style, linestyle="-" if i < len(DEPTHS) else "--", label=label(run, keys))
-        ends.append((points[-1][0], points[-1][1], color))
+        ends.append((points[-1][1], color))
     axes.grid(axis="y", color=GRID)
     axes.margins(x=0.03)
     right = axes.get_xlim()[1]
     axes.set_xlim(0, 1.09 * right)
     bottom, top = axes.get_ylim()
     least, last = 0.045 * (top - bottom), None
-    for x, y, color in sorted(ends, key=lambda end: end[1]):
+    for y, color in sorted(ends, key=lambda end: end[0]):
         height = y if last is None else max(y, last + least)
-        axes.annotate(f"{y:.2f}", (x, height), xytext=(7, 0), textcoords="offset points", va="center", color=color,
+        axes.annotate(f"{y:.2f}", (right, height), xytext=(4, 0), textcoords="offset points", va="center", color=color,
                       fontsize=10, fontweight="bold", path_effects=[withStroke(linewidth=3, foreground="white")])  # fmt: skip
         last = height
 
