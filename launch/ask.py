@@ -26,11 +26,12 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
+        """Output tokens of all answers together, over `seconds`."""
         return sum(len(answer.tokens) for answer in self.answers) / self.seconds
 
 
 def ask(config: BenchConfig, questions: list[Question], *, target_path: Path, drafting: Drafting | None) -> Run:
-    """Start the target's server (or attach to it), with the drafter where there is one, and put every question to it.
+    """Start the target's server, with the drafter where there is one, put every question to it, and end it.
 
     Raises ValueError if the server cannot be started, refuses a question, or dies.
     """
@@ -52,7 +53,11 @@ def ask(config: BenchConfig, questions: list[Question], *, target_path: Path, dr
 
 
 async def answers_of(url: str, questions: list[Question], *, config: BenchConfig, name: str) -> Run:
-    """`concurrency` questions in flight. The first request warms the server up, and is not timed."""
+    """`concurrency` questions in flight. A request before them warms the server up, and is not timed.
+
+    name  what the progress bar is called
+    Raises ServerGone, RequestFailed, RequestRefused; ValueError for an answer that cannot be counted.
+    """
     lengths = [question.num_tokens(config.max_new_tokens) for question in questions]
     gate = asyncio.Semaphore(config.concurrency)
     async with Client(url, timeout_seconds=config.server.answer_timeout_seconds) as client:

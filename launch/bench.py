@@ -28,17 +28,17 @@ from launch.questions import Question, load_questions
 @stage("bench")
 def main(config: BenchConfig) -> dict:
     drafter, target_path = Path(config.drafter), ensure_target(config.target)
+    version = installation(config.engine).version
     drafting = checked_drafting(
         drafter,
         target=config.target,
         target_path=target_path,
         num_drafts=config.num_drafts,
-        engine_version=installation(config.engine).version,
+        engine_version=version,
     )
     questions = load_questions(Path(config.prompts), target=config.target, target_path=target_path)[: config.limit]
-    inputs = fingerprint(
-        asdict(config), drafter / "config.json", drafter / "model.safetensors", [asdict(q) for q in questions]
-    )
+    asked = [asdict(question) for question in questions]
+    inputs = fingerprint(asdict(config), version, drafter / "config.json", drafter / "model.safetensors", asked)
     if done := finished(Path(config.out), inputs):
         return {**done, "line": f"nothing to do, {config.out} is measured: {line_of(done)}"}
 
@@ -46,6 +46,7 @@ def main(config: BenchConfig) -> dict:
     plain = ask(config, questions, target_path=target_path, drafting=None) if config.baseline else None
     summary = {
         "fingerprint": inputs,
+        "engine": f"sglang {version}",
         "num_drafts": drafting.num_steps,
         **Tally.of(drafted.answers).as_dict(),
         "by_source": {source: tally.as_dict() for source, tally in by_source(drafted.answers).items()},
@@ -66,7 +67,9 @@ def as_recorded(run: Run, questions: list[Question]) -> int | None:
 
 
 def speeds(drafted: Run, plain: Run | None, *, tau: float) -> dict:
-    """Tokens/s of both runs. `break_even_tau`: how many steps without drafts a step with drafts takes as long as."""
+    """Tokens/s of both runs, and their ratio. `break_even_tau`: how many steps without drafts a step with drafts takes as
+    long as; a larger tau pays. null where there was no run without drafts.
+    """
     speedup = drafted.tokens_per_second / plain.tokens_per_second if plain else None
     return {
         "tokens_per_second": drafted.tokens_per_second,

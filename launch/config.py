@@ -14,8 +14,9 @@ class BenchConfig:
 
     drafter         folder that train/export.py wrote
     prompts         what data/main.py wrote (its validation split is used), or a conversation file
+    out             folder for the summary and the servers' logs
     max_new_tokens  longest answer; null: as long as the answer that the prompt came with
-    limit           use only the first so many prompts; null: all
+    limit           use only the first so many questions; null: all
     concurrency     requests in flight
     num_drafts      drafts a step; null: as many depths as the drafter was trained for
     baseline        also run without drafting, and compare the outputs token by token
@@ -45,6 +46,8 @@ class BenchConfig:
 class ServeConfig:
     """A target with its drafter, in the foreground. YAML: conf/serve.yaml.
 
+    drafter     folder that train/export.py wrote
+    out         folder for the summary and the server's log
     num_drafts  drafts a step; null: as many depths as the drafter was trained for
     shards      that the drafter learnt from: the wiring is compared with them where the Hugging Face reference
                 does not fit in memory; null: there are none
@@ -78,8 +81,10 @@ class StageOptions:
 class QuickstartConfig:
     """The whole way once, on one machine. YAML: conf/quickstart.yaml.
 
-    conversations  file, one JSON object a line
-    experiment     of conf/experiment/, for train/main.py
+    conversations        file, one JSON object a line
+    out                  folder for what all stages write
+    experiment           of conf/experiment/, for train/main.py
+    validation_fraction  0 .. 1, of the conversations: what tau is measured on
     """
 
     target: TargetConfig

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 class Answer:
     """One greedy answer of the server.
 
+    id, source  of its question
     tokens     ids, the end-of-turn token included where there is one
     steps      verification steps, 0 without a drafter
     histogram  steps that found 0, 1, .. drafts right, as the server counts: a last step whose right drafts
@@ -42,7 +43,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums over answers; those of any selection."""
+    """Sums over answers, of any selection of them; what they are: `Answer`."""
 
     answers: int
     tokens: int
@@ -82,6 +83,7 @@ class Tally:
 
 
 def by_source(answers: list[Answer]) -> dict[str, Tally]:
+    """The answers of each source added up, by the source's name, in alphabetical order."""
     sources = sorted({answer.source for answer in answers})
     return {source: Tally.of([answer for answer in answers if answer.source == source]) for source in sources}
 

@@ -14,18 +14,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import time
+from dataclasses import asdict
 
-from data.config import stage, write_atomically
+from omegaconf import OmegaConf
+
+from data.config import ROOT, TargetConfig, stage, write_atomically
 from data.manifest import Manifest
 from launch.config import QuickstartConfig
 from launch.figure import draw, read_metrics
 
 LARGEST_GAP = 0.02  # |live tau / offline tau - 1|
 SMALLEST_TAU = 1.15  # on held-out prompts
-NO_GPU = ["--cpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 @stage("quickstart")
@@ -40,31 +43,53 @@ def main(config: QuickstartConfig) -> dict:
 
 
 def plan(config: QuickstartConfig) -> tuple[dict[str, list[str]], dict[str, Path]]:
-    """Every stage's command, in their order, and the folder its summary.json goes to."""
-    out, target = Path(config.out), f"target={config.target.name}"
+    """Every stage's command, in their order, and the folder its summary.json goes to.
+
+    Raises ValueError if there is no conf/target/NAME.yaml of the target's name.
+    """
+    out, target = Path(config.out), target_options(config.target)
     names = {"data": "prompts", "extract": "shards", "train": "run", "evaluate": "evaluation", "bench": "bench"}
     folders = {stage: out / name for stage, name in names.items()}
     prompts, shards, trained = (folders[name] for name in ("data", "extract", "train"))
     drafter = trained / "export"
     commands = {
-        "data": ["python", "data/main.py", target, f"conversations={config.conversations}",
+        "data": ["python", "data/main.py", *target, f"conversations={config.conversations}",
                  f"validation_fraction={config.validation_fraction}"],
-        "extract": ["python", "extract/main.py", target, f"prompts={prompts}"],
-        "train": [*accelerate(), "train/main.py", target, f"shards={shards}", f"experiment={config.experiment}"],
-        "evaluate": ["python", "train/evaluate.py", target, f"drafter={drafter}", f"shards={shards}"],
-        "bench": ["python", "launch/bench.py", target, f"drafter={drafter}", f"prompts={prompts}"],
+        "extract": ["python", "extract/main.py", *target, f"prompts={prompts}"],
+        "train": [*accelerate(), "train/main.py", *target, f"shards={shards}", f"experiment={config.experiment}"],
+        "evaluate": ["python", "train/evaluate.py", *target, f"drafter={drafter}", f"shards={shards}"],
+        "bench": ["python", "launch/bench.py", *target, f"drafter={drafter}", f"prompts={prompts}"],
     }  # fmt: skip
     for name, command in commands.items():
         command += [f"out={folders[name]}", *getattr(config.options, name)]
     return commands, folders
 
 
+def target_options(target: TargetConfig) -> list[str]:
+    """target=NAME, and what the command line made different from its YAML."""
+    file = ROOT / "conf" / "target" / f"{target.name}.yaml"
+    if not file.is_file():
+        raise ValueError(f"there is no {file}, and the stages choose a target by its file: give file and `name` one name")
+    known = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    changed = {name: value for name, value in asdict(target).items() if value != known[name]}
+    return [f"target={target.name}", *(f"target.{name}={_as_option(value)}" for name, value in changed.items())]
+
+
+def _as_option(value: str | bool | list[int] | None) -> str:
+    """The value as Hydra reads it, in quotes where it needs them."""
+    text = "null" if value is None else str(value).replace(" ", "") if isinstance(value, list) else str(value)
+    plain = not isinstance(value, str) or re.fullmatch(r"[\w./~-]+", text)
+    return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
 def accelerate() -> list[str]:
-    """One process: on the CPU everything is said, so that no saved Accelerate setting of the user's steps in."""
+    """One process, with a file of launch/accelerate/: no saved Accelerate setting of the user's steps in."""
     import torch
 
+    if torch.cuda.is_available():
+        return ["accelerate", "launch", "--config_file", "launch/accelerate/gpu.yaml"]
     threads = ["--num_cpu_threads_per_process", str(len(os.sched_getaffinity(0)))]
-    return ["accelerate", "launch", "--num_processes", "1", *([] if torch.cuda.is_available() else NO_GPU + threads)]
+    return ["accelerate", "launch", "--config_file", "launch/accelerate/cpu.yaml", *threads]
 
 
 def run(name: str, command: list[str], *, position: int, of: int) -> None:
@@ -81,6 +106,7 @@ def run(name: str, command: list[str], *, position: int, of: int) -> None:
 
 
 def summary_of(folder: Path) -> dict:
+    """What a stage wrote to its `out`."""
     return json.loads((folder / "summary.json").read_text())
 
 
@@ -149,7 +175,7 @@ def print_table(summary: dict, picture: Path) -> None:
 
 
 def print_next(config: QuickstartConfig, folders: dict[str, Path]) -> None:
-    target, drafter = f"target={config.target.name}", folders["train"] / "export"
+    target, drafter = shlex.join(target_options(config.target)), folders["train"] / "export"
     print(f"""
 What to do next
   serve it       python launch/serve.py {target} drafter={drafter}

@@ -44,6 +44,12 @@ def main(config: ServeConfig) -> dict:
     )
     print(f"the same server without Eyas:\n\n  {plain_command(config, target_path, drafting)}\n", flush=True)
     reference = load_reference(target_path, config.probe, trust_remote_code=config.target.trust_remote_code)
+    record = first_record(config.shards)
+    if reference is None and record is None:
+        raise ValueError(
+            f"nothing to compare the wiring with: the Hugging Face reference of {config.target.name} does not fit in memory, "
+            f"or probe.reference=off; give shards=, what the drafter learnt from"
+        )
     with Server(
         target_path,
         engine=config.engine,
@@ -57,7 +63,7 @@ def main(config: ServeConfig) -> dict:
             server,
             boundaries=check_export(drafter)["eyas"]["boundaries"],
             reference=reference,
-            record=first_record(config.shards),
+            record=record,
             config=config.probe,
         )
         del reference  # its memory, while the server is in use
@@ -87,7 +93,13 @@ def plain_command(config: ServeConfig, target_path: Path, drafting: Drafting) ->
 
 
 def first_record(shards: str | None) -> Record | None:
-    return ShardReader(local_folder(shards), split="train").read(0).decoded() if shards else None
+    """The dataset's first, decoded; None where there is no dataset. Raises ValueError if it has no record to train on."""
+    if shards is None:
+        return None
+    reader = ShardReader(local_folder(shards), split="train")
+    if len(reader) == 0:
+        raise ValueError(f"{shards} has no record of the train split: give the shards that the drafter learnt from")
+    return reader.read(0).decoded()
 
 
 def wait(server: Server) -> float:

@@ -11,7 +11,7 @@ import torch
 from data.config import TargetConfig
 from launch.config import QuickstartConfig, StageOptions
 from launch.figure import draw, running_mean
-from launch.quickstart import plan, report
+from launch.quickstart import plan, report, target_options
 from tests.records import dataset_of, record_of
 
 
@@ -89,11 +89,24 @@ def test_a_broken_promise_ends_the_run_with_its_name(finished_run, stage: str, f
     assert [name for name, kept in written["promises"].items() if not kept and promise in name]
 
 
-def test_without_a_gpu_accelerate_is_told_everything(tmp_path: Path):
-    """Else it asks, or takes what the user once saved with `accelerate config`."""
+@pytest.mark.parametrize(("gpu", "file"), [(False, "cpu.yaml"), (True, "gpu.yaml")])
+def test_accelerate_is_told_everything(tmp_path: Path, monkeypatch, gpu: bool, file: str):
+    """By a file: else it asks, or takes what the user once saved with `accelerate config`."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     commands, _ = plan(config(tmp_path))
-    told = {"--cpu", "--num_processes", "--num_machines", "--mixed_precision", "--dynamo_backend"}
-    assert torch.cuda.is_available() or told <= set(commands["train"])
+    assert commands["train"][:4] == ["accelerate", "launch", "--config_file", f"launch/accelerate/{file}"]
+
+
+def test_what_is_said_of_the_target_reaches_every_stage(tmp_path: Path):
+    """Else the stages took the YAML's path and boundaries without a word."""
+    changed = config(tmp_path)
+    changed.target.boundaries, changed.target.path, changed.target.source = [3, 15, 27], "/a b/c", "smollm2"
+    assert target_options(changed.target) == ["target=smollm2_135m", "target.path='/a b/c'", "target.boundaries=[3,15,27]"]
+    commands, _ = plan(changed)
+    assert all("target.boundaries=[3,15,27]" in command for command in commands.values())
+    changed.target.name = "elsewhere"
+    with pytest.raises(ValueError, match="there is no .*conf/target/elsewhere.yaml"):
+        plan(changed)
 
 
 def test_more_options_reach_the_stage_they_name(tmp_path: Path):

@@ -90,6 +90,13 @@ def test_a_drafter_exported_for_vllm_is_refused(drafter: Path, tiny_llama: Targe
         checked(copy_of(drafter, tmp_path / "vllm", eyas=told), tiny_llama)
 
 
+def test_with_nothing_to_compare_the_wiring_with_no_server_is_started(drafter: Path, environment: dict, tmp_path: Path):
+    """A server of a large target takes many minutes to its start."""
+    command = [sys.executable, "launch/serve.py", "target=tiny_llama", f"drafter={drafter}", f"out={tmp_path}", "probe.reference=off"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "give shards=" in done.stderr and not (tmp_path / "server").exists()
+
+
 def test_serve_checks_the_wiring_answers_and_ends_with_ctrl_c(drafter: Path, environment: dict, tmp_path: Path):
     command = [
         sys.executable, "launch/serve.py", "target=tiny_llama", f"drafter={drafter}", f"out={tmp_path / 'serve'}",
