@@ -21,7 +21,7 @@ from extract.client import Client, RequestFailed
 
 RUN = uuid.uuid4().hex[:8]  # of this process, in its rids: rows that an earlier run asked for are not this one's
 ROWS_SECONDS = 120.0  # longest wait for rows after the answer: the server's writers may be behind a slow disk
-_READERS = ThreadPoolExecutor(4, "spool-reader")
+_READERS = ThreadPoolExecutor(8, "spool-reader")
 
 
 def rid_of(name: str, *, all_ranks: bool = False) -> str:
