@@ -162,6 +162,7 @@ def wanted_back(*_):
     print("queued again" if again.function.command == job.command else "something else", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGUSR2, wanted_back)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which what a shell starts in the background has not
 job()
 """
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -212,8 +213,12 @@ def submitted(jobs: list[Job]) -> dict[Job, int]:
 
 def interrupted(jobs: list[Job], monkeypatch) -> str:
     """What the command says that is stopped as soon as it waits for its jobs."""
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patched:
-        patched.setattr("launch.submit.time.sleep", lambda _: signal.raise_signal(signal.SIGINT))
+        patched.setattr("launch.submit._wait", stop)
         with pytest.raises(KeyboardInterrupt) as stopped:
             submitted(jobs)
     return str(stopped.value)
