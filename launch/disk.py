@@ -16,12 +16,13 @@ TOKENS = 2 * 10**9  # a million conversations of 2,000
 NUM_BOUNDARIES = 3
 
 
-def bytes_per_token(codec: str, hidden_size: int) -> int:
-    """Of a record: states, token and mask."""
-    return Codec.parse(codec).bytes_per_token(num_boundaries=NUM_BOUNDARIES, hidden_size=hidden_size) + TOKEN_BYTES
+def bytes_per_token(codec: str, hidden_size: int, *, num_boundaries: int = NUM_BOUNDARIES) -> int:
+    """Of a record on disk: states, token and mask. Raises ValueError for a codec that is none."""
+    return Codec.parse(codec).bytes_per_token(num_boundaries=num_boundaries, hidden_size=hidden_size) + TOKEN_BYTES
 
 
 def table() -> str:
+    """In Markdown."""
     lines = ["| target | codec | bytes a token | of bf16 | 2 billion tokens |", "|---|---|---|---|---|"]
     for target, hidden_size in TARGETS.items():
         for codec in CODECS:

@@ -20,9 +20,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from data.boundaries import text_config
-from data.codecs import Codec
 from data.config import typed
-from extract.preflight import TOKEN_BYTES
+from launch.disk import bytes_per_token
 from train import plan
 from train.config import TrainConfig
 from train.plan import GIB, Engine
@@ -88,7 +87,7 @@ def disk(shape: DrafterShape, config: TrainConfig, machine: Machine, work: Work)
         "|---|---|---|---|",
     ]
     for name in CODECS:
-        size = bytes_per_token(shape, name)
+        size = bytes_per_token(name, shape.hidden_size, num_boundaries=shape.num_boundaries)
         lines.append(f"| {name} | {size:,} | {size * work.total / 1e12:.2f} | {size * rate / 1e9:.2f} |")
     ema = config.optim.ema is not None
     saved = plan.checkpoint_bytes(shape, optimizer=config.optim.name, ema=ema)
@@ -168,15 +167,10 @@ def extraction(shape: DrafterShape, work: Work) -> str:
         "|---|---|---|---|",
     ]
     for rate in (1000, 2500, 5000, 10000):
-        written = [bytes_per_token(shape, codec) * rate / 1e9 for codec in ("bf16", "fp8+topk64")]
+        each = [bytes_per_token(codec, shape.hidden_size, num_boundaries=shape.num_boundaries) for codec in ("bf16", "fp8+topk64")]
+        written = [size * rate / 1e9 for size in each]
         lines.append(f"| {rate:,} | {work.total / rate / 3600:.1f} | {written[0]:.2f} | {written[1]:.2f} |")
     return "\n".join(lines)
-
-
-def bytes_per_token(shape: DrafterShape, codec: str) -> int:
-    """Of a record on disk: states, token and mask."""
-    states = Codec.parse(codec).bytes_per_token(num_boundaries=shape.num_boundaries, hidden_size=shape.hidden_size)
-    return states + TOKEN_BYTES
 
 
 def tokens_per_second(shape: DrafterShape, config: TrainConfig, machine: Machine, work: Work, *, share: float) -> float:

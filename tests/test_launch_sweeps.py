@@ -142,6 +142,9 @@ def test_every_launcher_composes():
             config = compose("train", ["shards=s", "out=o", f"hydra/launcher={name}"], return_hydra_config=True)
         assert config.hydra.launcher._target_ == "hydra_plugins.accelerate_launcher.AccelerateLauncher"
         assert config.hydra.sweep.dir == "o"
+    told = ["shards=s", "out=o", "hydra/launcher=submitit", "+hydra.launcher.cluster.extra.qos=high"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        assert compose("train", told, return_hydra_config=True).hydra.launcher.cluster.extra == {"qos": "high"}
 
 
 # ---- on a cluster -------------------------------------------------------------------------------
@@ -233,6 +236,14 @@ def test_a_command_that_is_started_again_waits_for_the_jobs_that_the_cluster_has
         (tmp_path / "s/submitit" / f"12_{number}_0_result.pkl").write_bytes(pickle.dumps(("success", status)))
     assert list(submitted(jobs).values()) == [0, 3]
     assert calls(slurm) == ["sbatch"], "none was queued again"
+
+
+def test_any_option_of_sbatch_can_be_given(slurm, tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.submit._wait", lambda queued, **_: queued)
+    jobs = place(tmp_path / "s", [(["1"], "i=1", "1")])
+    cluster = SimpleNamespace(**{**vars(CLUSTER), "extra": {"qos": "high"}})
+    submit(jobs, command=lambda job: ["true"], cluster=cluster, at_once=1)
+    assert any("#SBATCH --qos=high" in file.read_text().splitlines() for file in (tmp_path / "s/submitit").glob("*.sh"))
 
 
 def test_a_job_that_the_cluster_has_no_more_is_queued_again(slurm, tmp_path, monkeypatch):

@@ -32,7 +32,8 @@ class ClusterConf:
 
     executor         slurm, or local: processes of this machine, to try it out
     timeout_minutes  of a job; one that is preempted or timed out is queued again and continues
-    extra            more of sbatch's options, by their long names with underscores
+    gpus_per_node    of each job; hydra.launcher.num_processes starts a process on each
+    extra            more of sbatch's options, by their long names with underscores: +hydra.launcher.cluster.extra.qos=high
     """
 
     executor: str = MISSING
