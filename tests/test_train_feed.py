@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import multiprocessing
+import subprocess
 import time
 from collections import Counter
 
@@ -14,7 +14,7 @@ import torch
 from data.shards import ShardReader
 from data.stream import plan_epoch
 from train.config import BatchConfig
-from train.feed import Ahead, StepFeed
+from train.feed import Ahead, StepFeed, _end_only_by_parent
 
 CPU = torch.device("cpu")
 
@@ -81,7 +81,7 @@ def test_the_workers_make_what_one_process_makes(shards):
         assert torch.equal(a.documents.active, b.documents.active)
 
 
-def test_the_workers_outlive_a_sigterm(shards):
+def test_the_workers_outlive_a_sigterm_that_is_not_their_runs(shards):
     """A launcher sends it to the whole process group; the run goes on to the end of its step."""
     reader = ShardReader(shards, split="train")
     feed = StepFeed(
@@ -90,11 +90,24 @@ def test_the_workers_outlive_a_sigterm(shards):
     before = {child.pid for child in psutil.Process().children()}
     steps = iter(feed)
     found = [feed.next_batch() for _ in range(next(steps)[0])]  # a worker has started
-    for child in psutil.Process().children():
-        if child.pid not in before:
-            os.kill(child.pid, signal.SIGTERM)
+    (worker,) = [child for child in psutil.Process().children() if child.pid not in before]
+    for _ in range(2):
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
     found += [feed.next_batch() for num, _ in steps for _ in range(num)]
     assert Counter(id for one in found for id in one.batch.ids) == Counter(entry.id for entry in reader.entries)
+    feed.close()
+    worker.wait(10)
+
+
+def test_a_worker_ends_when_its_run_does():
+    """Also one that is not told in the loader's own way: Python sends SIGTERM at its exit, and waits."""
+    loader = torch.utils.data.DataLoader(range(8), batch_size=None, num_workers=1, worker_init_fn=_end_only_by_parent)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = [child for child in multiprocessing.active_children() if child.pid in {w.pid for w in batches._workers}]
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0
 
 
 def test_a_thread_runs_ahead_by_its_depth_and_no_further():

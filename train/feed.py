@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import islice
 from typing import Any, Callable
@@ -120,7 +121,7 @@ class StepFeed:
             batch_size=None,
             num_workers=config.num_workers,
             prefetch_factor=4 if config.num_workers else None,
-            worker_init_fn=_only_when_told,
+            worker_init_fn=_end_only_by_parent,
             pin_memory=device.type == "cuda",
         )
         items = self._items()
@@ -150,7 +151,7 @@ class StepFeed:
         self.waited += time.monotonic() - asked
         return item
 
-    def _items(self) -> Iterator[Any]:
+    def _items(self) -> Generator[Any, None, None]:
         """Of every step the counted rows, then its micro-batches: a step's rows are known before its first one runs."""
         loader = iter(self.loader)
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -171,7 +172,7 @@ class StepFeed:
 class Ahead:
     """An iterator whose items are made by a thread, up to `depth` of them before they are asked for."""
 
-    def __init__(self, items: Iterator[Any], depth: int):
+    def __init__(self, items: Generator[Any, None, None], depth: int):
         self.ready: queue.Queue = queue.Queue(depth)
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(items,), name="feed", daemon=True)
@@ -191,7 +192,7 @@ class Ahead:
             except queue.Empty:
                 pass
 
-    def _run(self, items: Iterator[Any]) -> None:
+    def _run(self, items: Generator[Any, None, None]) -> None:
         try:
             for item in items:
                 self.ready.put((item, None))
@@ -200,11 +201,20 @@ class Ahead:
             self.ready.put((None, StopIteration()))
         except BaseException as error:  # raised where the item is asked for
             self.ready.put((None, error))
+        finally:
+            items.close()  # and with it the loader's workers
 
 
-def _only_when_told(worker: int) -> None:
+def _end_only_by_parent(worker: int) -> None:
     """A launcher sends SIGTERM to the loader's workers too, while the run still takes a step and saves."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def hear() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=hear, name="sigterm", daemon=True).start()
 
 
 def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:
