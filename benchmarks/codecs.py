@@ -35,8 +35,6 @@ from train.loss import Teacher
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.cuda.is_available()
-ON_GPU = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-ON_CPU = ["--cpu", *ON_GPU]
 SAMPLE = 20  # records that errors are measured on
 
 
@@ -128,14 +126,8 @@ def teacher(record: Record, head: TeacherHead, everything: torch.Tensor) -> torc
 def tau(shards: Path, codec: str, seed: int, options: argparse.Namespace) -> float:
     """Of a drafter trained on `shards` with this seed, on the evaluation set."""
     run = options.out / f"{codec}-seed{seed}"
-    accelerate = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        *(ON_GPU if CUDA else ON_CPU),
-        "--main_process_port",
-        "0",
-    ]
+    file = ROOT / f"launch/accelerate/{'gpu' if CUDA else 'cpu'}.yaml"
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     start(
         [*accelerate, "train/main.py", f"target={options.target}", f"shards={shards}", f"out={run}", f"seed={seed}",
          "tracker=none", *options.options], run,
