@@ -38,10 +38,11 @@ def local_folder(shards: Path | str) -> Path:
     Raises ValueError if there is no dataset, or the place cannot be reached.
     """
     url = str(shards)
-    if "://" not in url:
-        return Path(shards)
-    if url.startswith("file://"):
-        return Path(url.removeprefix("file://"))
+    if "://" not in url or url.startswith("file://"):
+        folder = Path(url.removeprefix("file://"))
+        if not (folder / FILE).is_file():
+            raise ValueError(f"{folder} has no {FILE}: run python extract/main.py out={folder}")
+        return folder
     kept = os.environ.get("EYAS_CACHE")
     name = "".join(c if c.isalnum() else "-" for c in url.rstrip("/"))[-60:]
     folder = Path(kept or "~/.cache/eyas").expanduser() / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"

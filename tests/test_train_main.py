@@ -46,6 +46,11 @@ def test_the_exported_drafter_scores_what_training_said(trained, shards, tiny_ll
     assert sum(group["documents"] for group in summary["by_length"].values()) == 6
 
 
+def test_shards_that_are_not_there_are_an_error_that_says_what_to_do(tiny_llama, tmp_path):
+    said = run([sys.executable, "train/main.py", *options(tmp_path / "none", tmp_path / "run", tiny_llama)], status=2)
+    assert f"error: {tmp_path}/none has no manifest.json: run python extract/main.py out={tmp_path}/none" in said
+
+
 def test_a_second_run_of_the_same_command_does_nothing(trained, shards, tiny_llama):
     before = (trained / "export" / "model.safetensors").stat().st_mtime_ns
     assert "nothing to do" in run(command(shards, trained, tiny_llama))
