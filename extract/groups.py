@@ -67,13 +67,14 @@ class Asker:
             found = await fetch_together(self._client, self._spool, tokens, rids=rids)
         except (RequestFailed, RequestRefused) as error:
             found = [error] * len(group)
-        if not any(isinstance(one, Exception) for one in found):
+        failed = {i: one for i, one in enumerate(found) if isinstance(one, Exception)}
+        if len(failed) < len(group):
             self._failed_in_a_row = 0
+        if not failed:
             return found
         again = {
-            i: asyncio.create_task(self._alone(*group[i], error=one, lonely=len(group) == 1))
-            for i, one in enumerate(found)
-            if isinstance(one, Exception)
+            i: asyncio.create_task(self._alone(*group[i], error=error, lonely=len(group) == 1))
+            for i, error in failed.items()
         }
         try:
             await asyncio.gather(*again.values())

@@ -20,6 +20,7 @@ from data.schema import Provenance
 from data.shards import ShardReader
 from data.storage import Uploader
 from extract import fetch, groups, sink, spool
+from extract.client import Client
 from extract.sink import extract
 from tests.records import no_room_for
 
@@ -221,6 +222,21 @@ def test_prompts_are_asked_for_in_groups_that_are_small_beside_what_may_be_in_fl
     assert [one for group in found for one in group] == list(enumerate(rows))
     assert all(groups.tokens_of(group) <= 50 for group in found) and max(map(len, found)) < groups.PROMPTS
     assert [len(group) for group in groups.groups_of(rows[:3], most_tokens=1)] == [1, 1, 1]
+
+
+def test_a_prompt_that_fails_in_every_group_does_not_end_a_run_in_which_the_others_are_captured(tmp_path, monkeypatch):
+    """MAX_IN_A_ROW is for prompts that fail one after the other."""
+    monkeypatch.setattr(groups, "MAX_IN_A_ROW", 3)
+    rows = prompts(12)
+
+    async def capture() -> list:
+        async with Client(server.url, timeout_seconds=10) as client:
+            asker = groups.Asker(client, tmp_path / "spool", retries=0)
+            return [one for i in range(0, 12, 2) for one in await asker.capture(list(enumerate(rows))[i : i + 2])]
+
+    with StandIn(tmp_path / "spool", lambda name, attempt: "fine" if int(name[6:]) % 2 else "cannot") as server:
+        found = asyncio.run(capture())
+    assert [isinstance(one, str) for one in found] == [True, False] * 6
 
 
 def test_a_full_disk_ends_the_run_with_its_own_error_and_not_in_a_hang(tmp_path, monkeypatch):
