@@ -183,6 +183,11 @@ def folders_are_values(config_class: type, yaml: Path) -> Iterator[None]:
         ConfigRepository.group_exists = is_group
 
 
+def quoted(text: str) -> str:
+    """The text as the value of an override: Hydra takes it as it is, whatever is in it."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
 def fingerprint(*parts: Any) -> str:
     """Hex digest of the inputs of a stage: JSON values as they are, the bytes of every Path."""
     digest = hashlib.sha256()

@@ -70,7 +70,7 @@ class Manifest:
         try:
             return cls.parse(file.read_text(), file=str(file))
         except FileNotFoundError:
-            raise ValueError(f"{folder} has no manifest.json: run python extract/main.py out={folder}") from None
+            raise no_dataset(folder) from None
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{file} cannot be read ({error}): extract again") from error
 
@@ -139,6 +139,10 @@ def read_index(out: Path, shard: ShardInfo) -> list[Entry]:
 
 def index_name(shard: str) -> str:
     return shard.removesuffix(".tar") + ".index.json"
+
+
+def no_dataset(folder: Path | str) -> ValueError:
+    return ValueError(f"{folder} has no {FILE}: run python extract/main.py out={folder}")
 
 
 def finished_ids(out: Path | str) -> set[str]:

@@ -26,7 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from data import vocab
 from data.config import write_atomically
-from data.manifest import FILE, REMOTE, Manifest, ShardInfo, index_name, lock, manifest_lock
+from data.manifest import FILE, REMOTE, Manifest, ShardInfo, index_name, lock, manifest_lock, no_dataset
 from data.schema import check_same
 
 _CHUNK_BYTES = 1 << 22  # downloaded at a time
@@ -41,7 +41,7 @@ def local_folder(shards: Path | str) -> Path:
     if "://" not in url or url.startswith("file://"):
         folder = Path(url.removeprefix("file://"))
         if not (folder / FILE).is_file():
-            raise ValueError(f"{folder} has no {FILE}: run python extract/main.py out={folder}")
+            raise no_dataset(folder)
         return folder
     kept = os.environ.get("EYAS_CACHE")
     name = "".join(c if c.isalnum() else "-" for c in url.rstrip("/"))[-60:]

@@ -39,7 +39,7 @@ async def fetch(
     """
     try:
         answer = await client.generate(tokens.tolist(), rid=rid, max_new_tokens=max_new_tokens, uncached=True)
-        await _rows_are_here(folder, rid, num_tokens=len(tokens), num_ranks=num_ranks, until=_in(ROWS_SECONDS))
+        await _rows_are_here(folder, rid, num_tokens=len(tokens), num_ranks=num_ranks, until=time.monotonic() + ROWS_SECONDS)
         next_token = answer.output_ids[0] if answer.output_ids else None
         return await asyncio.to_thread(_read, folder, rid, tokens, next_token=next_token)  # others go on meanwhile
     finally:
@@ -55,7 +55,8 @@ async def fetch_together(
     """
     try:
         answers = await client.prefill([tokens.tolist() for tokens in prompts], rids=rids)
-        found, until = [answer if isinstance(answer, RequestFailed) else None for answer in answers], _in(ROWS_SECONDS)
+        until = time.monotonic() + ROWS_SECONDS
+        found = [answer if isinstance(answer, RequestFailed) else None for answer in answers]
         for i, (tokens, rid) in enumerate(zip(prompts, rids)):
             try:
                 if found[i] is None:
@@ -88,10 +89,6 @@ def _read_all(
         return read
     finally:
         forget(folder, rids)
-
-
-def _in(seconds: float) -> float:
-    return time.monotonic() + seconds
 
 
 async def _rows_are_here(folder: Path, rid: str, *, num_tokens: int, num_ranks: int, until: float) -> None:

@@ -22,7 +22,7 @@ from dataclasses import asdict
 
 from omegaconf import OmegaConf
 
-from data.config import ROOT, TargetConfig, stage, write_atomically
+from data.config import ROOT, TargetConfig, quoted, stage, write_atomically
 from data.manifest import Manifest
 from launch.config import QuickstartConfig
 from launch.figure import draw, read_metrics
@@ -79,7 +79,7 @@ def _as_option(value: str | bool | list[int] | None) -> str:
     """The value as Hydra reads it, in quotes where it needs them."""
     text = "null" if value is None else str(value).replace(" ", "") if isinstance(value, list) else str(value)
     plain = not isinstance(value, str) or re.fullmatch(r"[\w./~-]+", text)
-    return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return text if plain else quoted(text)
 
 
 def accelerate() -> list[str]:

@@ -152,7 +152,7 @@ class AccelerateLauncher(Launcher):
 
     def _described(self, overrides: list[list[str]]) -> list[tuple[list[str], str, str]]:
         """Of every job its overrides, what differs, and the fingerprint of what it is told. All are checked first."""
-        from data.config import fingerprint, typed
+        from data.config import fingerprint, quoted, typed
         from launch.sweep import label_of, varied_keys
 
         parsed = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
@@ -163,7 +163,7 @@ class AccelerateLauncher(Launcher):
         keys = varied_keys(overrides, swept=swept)
         described = []
         for told in overrides:
-            with_out = [*told, f"out={_quoted(str(self.config.out))}"]
+            with_out = [*told, f"out={quoted(str(self.config.out))}"]
             config = self.hydra_context.config_loader.load_sweep_config(self.config, with_out)
             with open_dict(config):
                 del config["hydra"]
@@ -180,11 +180,13 @@ class AccelerateLauncher(Launcher):
         return described
 
     def _command(self, job: Any) -> list[str]:
-        overrides = [*job.overrides, f"out={_quoted(str(job.out))}"]
+        from data.config import quoted
+
+        overrides = [*job.overrides, f"out={quoted(str(job.out))}"]
         if "tracker" in self.config:
             given = {override.split("=")[0] for override in job.overrides}
             named = {"tracker.group": job.out.parent.name, "tracker.run_name": job.label or job.out.name}
-            overrides += [f"{key}={_quoted(value)}" for key, value in named.items() if key not in given]
+            overrides += [f"{key}={quoted(value)}" for key, value in named.items() if key not in given]
         if not self._trains:
             return [sys.executable, sys.argv[0], *overrides]
         launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *self._accelerate()]
@@ -225,7 +227,3 @@ def _gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     return names if torch.cuda.is_available() else []
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
