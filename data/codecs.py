@@ -16,6 +16,7 @@ import functools
 import re
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,11 @@ TOP_K = 64
 STATE_COLUMNS = ("aux", "aux_scale", "last", "last_scale", "top_ids", "top_log_probs", "log_normalizer")
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+# As signed integers, the bits of the least positive value that is no number; those above it are none either.
+_NOT_A_NUMBER = {
+    torch.float8_e4m3fn: (np.int8, 0x7F), torch.float16: (np.int16, 0x7C00), torch.bfloat16: (np.int16, 0x7F80),
+    torch.float32: (np.int32, 0x7F800000),
+}  # fmt: skip
 _ELEMENTS = 1 << 20  # encoded at a time, so that intermediates stay in the processor's cache
 _LOGITS = 1 << 26  # elements of the head's output at a time: 256 MiB
 
@@ -120,6 +126,19 @@ def _argmax_first(ids: Tensor, argmax: Tensor) -> Tensor:
     found = (ids == argmax[:, None]).int().argmax(-1, keepdim=True)  # where it is; 0 if the tie reached beyond k
     ids = ids.scatter(1, found, ids[:, :1])
     return torch.cat([argmax[:, None], ids[:, 1:]], 1)
+
+
+def is_finite(column: Tensor) -> bool:
+    """Whether every number of a stored column is finite; as integers are.
+
+    Told by the largest bits of either sign, on one core: four times the rate of a sum.
+    """
+    if column.dtype not in _NOT_A_NUMBER:
+        return not column.is_floating_point() or bool(column.isfinite().all())
+    signed, limit = _NOT_A_NUMBER[column.dtype]
+    bits = column.reshape(-1).view(torch.uint8).numpy().view(signed)
+    unsigned = bits.view(bits.dtype.str.replace("i", "u"))
+    return bool(bits.max() < limit and unsigned.max() < np.iinfo(signed).max + 1 + limit)
 
 
 def encode_fp8(states: Tensor) -> tuple[Tensor, Tensor]:

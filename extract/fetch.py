@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data.codecs import is_finite
 from extract import spool
 from extract.capture import Captured
 from extract.client import Client, RequestFailed
@@ -133,14 +134,9 @@ def _assemble(parts: list[spool.Part], tokens: Tensor, *, next_token: int | None
     )
     if not torch.equal(echoed, tokens.to(torch.int32)):
         raise RequestFailed("the server echoes other tokens than it was sent")
-    if not (_are_finite(aux) and _are_finite(last)):
+    if not (is_finite(aux) and is_finite(last)):
         raise RequestFailed("states that are not finite")
     return Captured(tokens=echoed, aux=aux, last=last, next_token=next_token)
-
-
-def _are_finite(states: Tensor) -> bool:
-    """Their sum tells, in one pass and without a mask; only where that is too large for float32 each is looked at."""
-    return bool(states.sum(dtype=torch.float32).isfinite()) or bool(states.isfinite().all())
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import fcntl  # noqa: E402
 import hashlib  # noqa: E402
 import json  # noqa: E402
-import math  # noqa: E402
 import tarfile  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 from contextlib import ExitStack  # noqa: E402
 from dataclasses import dataclass, field  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from data.codecs import is_finite  # noqa: E402
 from data.config import TargetConfig, stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
 from data.manifest import Manifest, index_name, lock, remove_shards  # noqa: E402
@@ -239,7 +237,7 @@ def _check_records(shard: Shard, found: Verified, seen: dict[str, str]) -> None:
 def _problem(record: Record, provenance: Provenance, *, num_supervised: int) -> str | None:
     """What is wrong with the numbers of a record, in words."""
     for name, column in record.states().items():
-        if not _is_finite(column):
+        if not is_finite(column):
             return f"{name} holds values that are not finite"
         if name.endswith("_scale") and not (column > 0).all():
             return f"{name} holds scales that are not positive"
@@ -254,15 +252,6 @@ def _problem(record: Record, provenance: Provenance, *, num_supervised: int) -> 
         if rises or mass > 1 + 1e-4:
             return f"top_log_probs are no log-probabilities in falling order (their sum reaches {mass:.4f})"
     return None
-
-
-def _is_finite(column: Tensor) -> bool:
-    if column.dtype == torch.float8_e4m3fn:
-        return not ((column.view(torch.uint8) & 0x7F) == 0x7F).any()
-    if not column.is_floating_point():
-        return True
-    low, high = torch.aminmax(column)  # both are nan if one value is
-    return math.isfinite(low) and math.isfinite(high)
 
 
 def _check_leftovers(path: Path, found: Verified) -> None:

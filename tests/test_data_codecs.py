@@ -12,7 +12,7 @@ import torch
 import webdataset
 from torch.utils.data import DataLoader
 
-from data.codecs import Codec, TeacherHead, decode_fp8, encode_fp8
+from data.codecs import Codec, TeacherHead, decode_fp8, encode_fp8, is_finite
 from data.packing import Piece, padding_batch
 from data.schema import stored
 from data.shards import ShardReader, ShardWriter
@@ -126,6 +126,24 @@ def test_rows_of_zeros_and_the_largest_and_smallest_numbers_survive_fp8():
 def test_fp8_refuses_what_is_not_finite(value: float):
     with pytest.raises(ValueError, match="not finite"):
         encode_fp8(torch.tensor([[1.0, value]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.bfloat16])
+def test_every_number_there_is_is_finite_or_not_as_torch_says(dtype: torch.dtype):
+    size = 2 ** (8 * dtype.itemsize)
+    patterns = torch.arange(size, dtype=torch.int32).to(torch.uint8 if size == 256 else torch.uint16).view(dtype)
+    finite = patterns.float().isfinite()
+    assert is_finite(patterns[finite]) and 0 < finite.sum() < size
+    assert not any(is_finite(torch.stack([patterns[0], one])) for one in patterns[~finite])
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_one_value_among_many_that_is_not_finite_is_found(value: float):
+    column = torch.randn(64, 3, 100, generator=torch.Generator().manual_seed(0))
+    assert is_finite(column) and is_finite(column.double()) and is_finite(column.int())
+    assert is_finite(torch.full((3,), torch.finfo(torch.float32).max)) and is_finite(-column.abs())
+    column[40, 1, 7] = value
+    assert not is_finite(column) and not is_finite(column[:, 1]) and not is_finite(column.double())
 
 
 def test_the_top_k_are_those_of_the_softmax():
