@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import struct
 import time
 import uuid
 from collections.abc import Sequence
@@ -19,10 +20,12 @@ from data.codecs import is_finite
 from extract import spool
 from extract.capture import Captured
 from extract.client import Client, RequestFailed
+from extract.memory import Memory
 
 RUN = uuid.uuid4().hex[:8]  # of this process, in its rids: rows that an earlier run asked for are not this one's
 ROWS_SECONDS = 120.0  # longest wait for rows after the answer: the server's writers may be behind a slow disk
 _READERS = ThreadPoolExecutor(8, "spool-reader")
+_MEMORY = Memory()  # of the rows that are read
 
 
 def rid_of(name: str, *, all_ranks: bool = False) -> str:
@@ -79,7 +82,7 @@ def forget(folder: Path, rids: Sequence[str]) -> None:
 def _read_all(
     folder: Path, prompts: Sequence[Tensor], rids: Sequence[str], found: list[RequestFailed | None]
 ) -> list[Captured | RequestFailed]:
-    """In a thread: each prompt's rows, where it has not failed yet. What was read is mapped, and outlives its files."""
+    """In a thread: each prompt's rows, where it has not failed yet. What was read outlives its files."""
     try:
         read: list[Captured | RequestFailed] = []
         for tokens, rid, failed in zip(prompts, rids, found):
@@ -112,26 +115,15 @@ async def _rows_are_here(folder: Path, rid: str, *, num_tokens: int, num_ranks: 
 def _read(folder: Path, rid: str, tokens: Tensor, *, next_token: int | None) -> dict[int, Captured]:
     """What each rank has left in the spool of `rid`. Raises RequestFailed as `fetch` does."""
     try:
-        parts = spool.read_parts(folder, rid)
-    except (OSError, ValueError, KeyError) as error:
+        ranks = spool.read_rows(folder, rid, memory=_MEMORY.take)
+    except (OSError, ValueError, KeyError, struct.error) as error:
         raise RequestFailed(f"its rows cannot be read ({error})") from error
-    return {
-        rank: _assemble([part for part in parts if part.rank == rank], tokens, next_token=next_token)
-        for rank in sorted({part.rank for part in parts})
-    }
+    return {rank: _checked(rows, tokens, next_token=next_token) for rank, rows in ranks.items()}
 
 
-def _assemble(parts: list[spool.Part], tokens: Tensor, *, next_token: int | None) -> Captured:
-    """The parts of one rank as one sequence. Raises RequestFailed if a row is missing, double, or of another token."""
-    start = 0
-    for part in parts:
-        if part.start != start:
-            raise RequestFailed(f"rows {start} .. {part.start - 1} are missing, or came twice")
-        start += len(part.tokens)
-    echoed, aux, last = (
-        (torch.cat(columns) if len(columns) > 1 else columns[0])[: len(tokens)]
-        for columns in ([part.tokens for part in parts], [part.aux for part in parts], [part.last for part in parts])
-    )
+def _checked(rows: spool.Rows, tokens: Tensor, *, next_token: int | None) -> Captured:
+    """The rows of `tokens`, [T]; the server may have gone on. Raises RequestFailed if they are none of these."""
+    echoed, aux, last = (column[: len(tokens)] for column in rows)
     if not torch.equal(echoed, tokens.to(torch.int32)):
         raise RequestFailed("the server echoes other tokens than it was sent")
     if not (is_finite(aux) and is_finite(last)):
@@ -159,13 +151,13 @@ def read_drafter_feed(folder: Path, rid: str) -> DrafterFeed:
 
     Raises ValueError if there is nothing.
     """
-    parts = spool.read_parts(folder, rid, kind=spool.FEED)
-    if not parts:
+    ranks = spool.read_rows(folder, rid, kind=spool.FEED)
+    if not ranks:
         raise ValueError(f"{folder / rid} holds no drafter feed: start the server with a drafter and feed=True")
     lines = (folder / rid / spool.STEPS).read_text().splitlines() if (folder / rid / spool.STEPS).exists() else []
     steps = [json.loads(line) for line in lines]
     return DrafterFeed(
-        tokens=torch.cat([part.tokens for part in parts]),
-        features=torch.cat([part.aux[:, 0] for part in parts]),
+        tokens=ranks[0].tokens,
+        features=ranks[0].aux[:, 0],
         steps=[(step["position"], step["tokens"]) for step in steps],
     )

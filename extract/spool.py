@@ -12,11 +12,12 @@ A file appears under its name when it is complete. Both sides import this file; 
 from __future__ import annotations
 
 import json
-import mmap
+import math
 import os
 import re
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,14 +35,16 @@ _DTYPE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
-class Part(NamedTuple):
-    """Rows start, start + 1, ... of a request, from one rank."""
+class Rows(NamedTuple):
+    """A request's rows from one rank, in their order."""
 
-    start: int
-    rank: int
     tokens: Tensor  # [T] int32
     aux: Tensor  # [T, A, H] the boundaries in their order; the server's dtype
     last: Tensor | None  # [T, H]
+
+
+def _fresh(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def write_part(
@@ -65,7 +68,7 @@ def write_part(
         header[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end],
         }  # fmt: skip
-        chunks.append(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        chunks.append(_bytes(tensor))
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % 64)
@@ -95,22 +98,55 @@ def list_rows(spool: Path, rid: str, *, kind: str = "") -> list[tuple[int, int, 
     return sorted((rank, start, stop - start) for start, stop, rank in rows)
 
 
-def read_parts(spool: Path, rid: str, *, kind: str = "") -> list[Part]:
-    """The parts of `rid` that are here, by rank and row: mapped, not copied; they outlive their files."""
-    parts = []
+def read_rows(spool: Path, rid: str, *, kind: str = "", memory: Callable[[int], Tensor] = _fresh) -> dict[int, Rows]:
+    """rank -> its rows of `rid`, all parts as one; what was read outlives its files.
+
+    memory  gives so many bytes for one rank's rows, [size] uint8
+
+    Raises ValueError if rows are missing before others, came twice, or a part is damaged; OSError.
+    """
+    parts: dict[int, list[tuple[int, int]]] = {}
     for rank, start, count in list_rows(spool, rid, kind=kind):
-        with (spool / rid / _part_name(start, count, rank, kind)).open("r+b") as file:
-            buffer = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        (length,) = struct.unpack_from("<Q", buffer)
-        columns: dict[str, Tensor | None] = {"last": None}
-        for name, entry in json.loads(buffer[8 : 8 + length]).items():
-            begin, end = entry["data_offsets"]
-            dtype = _DTYPES[entry["dtype"]]
-            columns[name] = torch.frombuffer(
-                buffer, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=8 + length + begin
-            ).view(entry["shape"])
-        parts.append(Part(start=start, rank=rank, **columns))
-    return parts
+        parts.setdefault(rank, []).append((start, count))
+    return {rank: _read_rank(spool / rid, rank, parts[rank], kind=kind, memory=memory) for rank in parts}
+
+
+def _read_rank(
+    folder: Path, rank: int, parts: list[tuple[int, int]], *, kind: str, memory: Callable[[int], Tensor]
+) -> Rows:
+    num_rows, columns = 0, {}
+    for start, count in parts:
+        if start != num_rows:
+            raise ValueError(f"rows {num_rows} .. {start - 1} are missing, or came twice")
+        num_rows += count
+    for start, count in parts:
+        with (folder / _part_name(start, count, rank, kind)).open("rb", buffering=0) as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+            columns = columns or _allocate(header, num_rows, memory=memory)
+            rows = {name: column[start : start + count] for name, column in columns.items()}
+            found = {name: (_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
+            if found != {name: (column.dtype, tuple(column.shape)) for name, column in rows.items()}:
+                raise ValueError(f"{file.name} holds {found}")
+            views = [_bytes(column) for column in rows.values()]
+            while views:  # a read of more than 2 GB comes in parts
+                read = os.readv(file.fileno(), views)
+                if read == 0:
+                    raise ValueError(f"{file.name} ends before its rows do")
+                views = _after(views, read)
+    return Rows(tokens=columns["tokens"], aux=columns["aux"], last=columns.get("last"))
+
+
+def _allocate(header: dict[str, Any], num_rows: int, *, memory: Callable[[int], Tensor]) -> dict[str, Tensor]:
+    """The columns of a part's header, in their order, for so many rows: side by side in one block, tokens last."""
+    shapes = {name: (_DTYPES[entry["dtype"]], (num_rows, *entry["shape"][1:])) for name, entry in header.items()}
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values()]
+    sizes = [size + -size % 8 for size in sizes]
+    blocks = memory(sum(sizes)).split(sizes)
+    return {
+        name: block[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        for block, (name, (dtype, shape)) in zip(blocks, shapes.items())
+    }
 
 
 def _part_name(start: int, count: int, rank: int, kind: str) -> str:
@@ -156,14 +192,23 @@ def _write(folder: str, name: str, chunks: list[Any]) -> None:
         try:
             left = [memoryview(chunk) for chunk in chunks]
             while left:
-                count = os.writev(descriptor, left)
-                while left and count >= len(left[0]):
-                    count -= len(left.pop(0))
-                if count:
-                    left[0] = left[0][count:]
+                left = _after(left, os.writev(descriptor, left))
         finally:
             os.close(descriptor)
         os.replace(temporary, f"{folder}/{name}")
     except OSError:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Of a contiguous tensor on the CPU, without a copy."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of them once `count` bytes are read or written."""
+    while views and count >= len(views[0]):
+        count -= len(views[0])
+        views = views[1:]
+    return [views[0][count:], *views[1:]] if count else views

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import struct
 import time
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 
 from extract import copier, plugin, spool
 from extract.fetch import read_drafter_feed
+from extract.memory import Memory
 
 
 def test_segments_follow_the_order_of_the_batch_and_are_ours_only():
@@ -73,10 +76,13 @@ def wait_for(found):
 
 def test_rows_of_ours_reach_the_spool_with_their_tokens(capture, tmp_path):
     hidden = torch.arange(5.0)[:, None].expand(5, 4)
-    capture.take(batch(prefix=(7, 0)), hidden, [hidden + 10])
-    (part,) = wait_for(lambda: spool.read_parts(tmp_path, "eyas-a"))
-    assert (part.start, part.rank, part.tokens.tolist()) == (7, 0, [100, 101, 102])
-    assert (part.aux[:, 0, 0].tolist(), part.last[:, 0].tolist()) == ([10, 11, 12], [0, 1, 2])
+    capture.take(batch(), hidden, [hidden + 10])
+    capture.take(batch(prefix=(3, 0)), hidden + 3, [hidden + 13])  # the next chunk of the prompt
+    wait_for(lambda: len(spool.list_rows(tmp_path, "eyas-a")) == 2)
+    assert spool.list_rows(tmp_path, "eyas-a") == [(0, 0, 3), (0, 3, 3)]
+    rows = spool.read_rows(tmp_path, "eyas-a")[0]
+    assert rows.tokens.tolist() == [100, 101, 102] * 2
+    assert (rows.aux[:, 0, 0].tolist(), rows.last[:, 0].tolist()) == ([10, 11, 12, 13, 14, 15], [0, 1, 2, 3, 4, 5])
     assert [path.name for path in tmp_path.iterdir()] == ["eyas-a"]
 
 
@@ -118,13 +124,79 @@ def test_other_ranks_write_only_where_ranks_are_compared(tmp_path, monkeypatch):
 def test_a_part_is_a_safetensors_file_and_outlives_it(tmp_path, dtype):
     aux, last = torch.randn(3, 2, 4).to(dtype), torch.randn(3, 4).to(dtype)
     tokens = torch.tensor([5, 6, 7], dtype=torch.int32)
-    spool.write_part(tmp_path, "eyas-a", start=4, rank=2, tokens=tokens, aux=aux, last=last)
+    spool.write_part(tmp_path, "eyas-a", start=0, rank=2, tokens=tokens, aux=aux, last=last)
     (file,) = (tmp_path / "eyas-a").iterdir()
     read = load_file(file)
     assert torch.equal(read["aux"], aux) and torch.equal(read["last"], last) and torch.equal(read["tokens"], tokens)
-    (part,) = spool.read_parts(tmp_path, "eyas-a")
+    rows = spool.read_rows(tmp_path, "eyas-a")[2]
     file.unlink()
-    assert torch.equal(part.aux, aux) and torch.equal(part.last, last) and (part.start, part.rank) == (4, 2)
+    assert torch.equal(rows.aux, aux) and torch.equal(rows.last, last) and torch.equal(rows.tokens, tokens)
+
+
+def test_parts_become_one_block_of_rows_whatever_their_sizes(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    aux, last = torch.randn(23, 2, 5, generator=generator).bfloat16(), torch.randn(23, 5, generator=generator).bfloat16()
+    tokens, given = torch.arange(23, dtype=torch.int32), []
+    for start, stop in ((0, 1), (1, 8), (8, 23)):
+        part = {"tokens": tokens[start:stop], "aux": aux[start:stop], "last": last[start:stop]}
+        spool.write_part(tmp_path, "eyas-a", start=start, rank=0, **part)
+        spool.write_part(tmp_path, "eyas-a", start=start, rank=1, **{**part, "last": -part["last"]})
+
+    def memory(size: int) -> torch.Tensor:
+        given.append(torch.empty(size, dtype=torch.uint8))
+        return given[-1]
+
+    ranks = spool.read_rows(tmp_path, "eyas-a", memory=memory)
+    for rank, sign in ((0, 1), (1, -1)):
+        rows = ranks[rank]
+        assert torch.equal(rows.tokens, tokens) and torch.equal(rows.aux, aux) and torch.equal(rows.last, sign * last)
+        assert rows.aux.data_ptr() == given[rank].data_ptr()  # nothing was copied
+    assert len(given) == 2
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda folder: (folder / "00000002-00000004.r0.safetensors").unlink(), "rows 2 .. 3 are missing"),
+        (lambda folder: (folder / "00000000-00000002.r0.safetensors").unlink(), "rows 0 .. 1 are missing"),
+        (lambda folder: os.truncate(folder / "00000004-00000006.r0.safetensors", 300), "ends before its rows do"),
+        (lambda folder: os.truncate(folder / "00000000-00000002.r0.safetensors", 5), "8 bytes"),
+        (
+            lambda folder: (folder / "00000002-00000004.r0.safetensors").rename(folder / "00000002-00000003.r0.safetensors"),
+            "00000002-00000003.r0.safetensors holds",
+        ),
+    ],
+)
+def test_rows_that_are_missing_or_damaged_are_an_error(tmp_path, harm, message):
+    for start in (0, 2, 4):
+        states = torch.zeros(2, 1, 6)
+        tokens = torch.zeros(2, dtype=torch.int32)
+        spool.write_part(tmp_path, "eyas-a", start=start, rank=0, tokens=tokens, aux=states, last=states[:, 0])
+    harm(tmp_path / "eyas-a")
+    if "holds" in message:  # the name says one row less than it has, and the next one begins there
+        (tmp_path / "eyas-a/00000004-00000006.r0.safetensors").rename(
+            tmp_path / "eyas-a/00000003-00000005.r0.safetensors"
+        )
+    with pytest.raises((ValueError, struct.error), match=message):
+        spool.read_rows(tmp_path, "eyas-a")
+
+
+def test_memory_is_given_out_again_once_nothing_refers_to_it():
+    memory = Memory(keep_bytes=1 << 20)
+    first = memory.take(100_000)
+    address, part = first.data_ptr(), memoryview(first[10:20].numpy())
+    del first
+    other = memory.take(100_000)
+    assert other.data_ptr() != address, "a view of it is still there"
+    del part
+    again = memory.take(90_000)
+    assert again.data_ptr() == address and len(again) == 90_000
+    del again, other
+    assert memory.take(10).data_ptr() != address, "a block is not given for a tenth of it"
+    large = [memory.take(1 << 20) for _ in range(3)]
+    del large
+    memory.take(10)
+    assert sum(map(len, memory._free)) <= 1 << 20
 
 
 def test_kinds_of_parts_do_not_mix_and_unfinished_files_are_not_seen(tmp_path):
@@ -132,7 +204,7 @@ def test_kinds_of_parts_do_not_mix_and_unfinished_files_are_not_seen(tmp_path):
     spool.write_part(tmp_path, "eyas-a", start=0, rank=0, tokens=tokens, aux=states, last=None, kind=spool.FEED)
     spool.append_line(tmp_path / "eyas-a" / spool.STEPS, {"position": 9, "tokens": [1, 2]})
     (tmp_path / "eyas-a" / ".00000000-00000002.r0.safetensors.1.tmp").write_bytes(b"half")
-    assert spool.read_parts(tmp_path, "eyas-a") == []
+    assert spool.read_rows(tmp_path, "eyas-a") == {}
     feed = read_drafter_feed(tmp_path, "eyas-a")
     assert feed.features.shape == (2, 6) and feed.steps == [(9, [1, 2])]
     with pytest.raises(ValueError, match="no drafter feed"):
