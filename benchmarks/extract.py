@@ -1,6 +1,7 @@
 """Extraction beside the server's own rate: from a real SGLang server to finished shards, in one run.
 
     python benchmarks/extract.py [--sizes 1b 8b] [--out DIR] [--json FILE] [--engine-args="--attention-backend triton"]
+                                 [--repeats 3] [--checked 4]
 
 Llama-shaped targets with random bf16 weights, made on the fly. A server without the plugin says what it prefills by
 itself; a server with it what ordinary requests cost then, and what arrives in shards; some records are compared with
@@ -47,9 +48,7 @@ from extract.sink import extract
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if CUDA else torch.float32
-REPEATS = 3 if CUDA else 1
 KEPT = 8  # finished shards; those before are removed
-CHECKED = 4  # records compared with Hugging Face
 SHARD_BYTES = 250_000_000  # several are written at a time, of what is in flight
 LIMIT = 1.5  # times the relative error that Hugging Face's own states have in the same dtype ...
 FLOOR = 1e-4  # ... or this
@@ -142,11 +141,11 @@ async def prefill(url: str, prompts: list[Prompt]) -> float:
         return time.perf_counter() - began
 
 
-def own_rate(server: Server, size: Size, *, name: str) -> float:
-    """Tokens/s of ordinary requests, the median of REPEATS."""
+def own_rate(server: Server, size: Size, *, repeats: int, name: str) -> float:
+    """Tokens/s of ordinary requests, the median."""
     asyncio.run(prefill(server.url, prompts_of(size, seed=99, count=max(8, size.requests // 8))))  # warm
     tokens = size.requests * size.length
-    seconds = [asyncio.run(prefill(server.url, prompts_of(size, seed=100 + i))) for i in range(REPEATS)]
+    seconds = [asyncio.run(prefill(server.url, prompts_of(size, seed=100 + i))) for i in range(repeats)]
     print(f"   {name}: " + ", ".join(f"{tokens / s:,.0f}" for s in seconds) + " tokens/s", flush=True)
     return tokens / sorted(seconds)[len(seconds) // 2]
 
@@ -171,10 +170,12 @@ class Recycled:
         remove_shards(self._out, self._gone)  # from the manifest; that waits for nobody now
 
 
-def shards_rate(server: Server, size: Size, out: Path, provenance: Provenance, *, in_flight_bytes: int) -> float:
-    """Tokens/s from the first request to the last finished shard, the median of REPEATS. Leaves the last shards."""
+def shards_rate(
+    server: Server, size: Size, out: Path, provenance: Provenance, *, repeats: int, in_flight_bytes: int
+) -> float:
+    """Tokens/s from the first request to the last finished shard, the median. Leaves the last shards."""
     tokens, rates = size.requests * size.length, []
-    for i in range(REPEATS + 1):  # the first one warms up
+    for i in range(repeats + 1):  # the first one warms up
         shutil.rmtree(out, ignore_errors=True)
         prompts, recycled = prompts_of(size, seed=200 + i), Recycled(out)
         began = time.perf_counter()
@@ -185,16 +186,16 @@ def shards_rate(server: Server, size: Size, out: Path, provenance: Provenance, *
         rates.append(tokens / (time.perf_counter() - began))
         recycled.end()
     print(f"   to finished shards: {rates[0]:,.0f} (cold), " + ", ".join(f"{rate:,.0f}" for rate in rates[1:]) + " tokens/s", flush=True)
-    return sorted(rates[1:])[REPEATS // 2]
+    return sorted(rates[1:])[repeats // 2]
 
 
-def check(target: Path, out: Path, boundaries: list[int]) -> dict[str, Any]:
+def check(target: Path, out: Path, boundaries: list[int], *, count: int) -> dict[str, Any]:
     """Some records against Hugging Face in float32: how far they are from it, and how far its own DTYPE is.
 
     Raises AssertionError if the server's are farther by more than LIMIT, or as near to another boundary.
     """
     reader = ShardReader(out, split="train")
-    records = [reader.read(int(index)) for index in np.linspace(0, len(reader) - 1, CHECKED)]
+    records = [reader.read(int(index)) for index in np.linspace(0, len(reader) - 1, count)]
     exact, rounded = (states_of(records, target, boundaries, dtype=dtype) for dtype in (torch.float32, DTYPE))
     head = head_weight(target).float()
     errors, own, neighbours, same = [], [], [], []
@@ -253,28 +254,34 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             engine_version=found.version,
         )  # fmt: skip
         with Server(target, engine=engine, config=config, out=folder / "without") as server:
-            own = own_rate(server, size, name="the server by itself")
+            own = own_rate(server, size, repeats=arguments.repeats, name="the server by itself")
         capturing = Capturing(folder / "spool", layer_ids)
         with Server(target, engine=engine, config=config, out=folder / "with", capturing=capturing) as server:
-            beside = own_rate(server, size, name="ordinary requests, plugin loaded and capture asked for")
-            shards = shards_rate(server, size, folder / "shards", provenance, in_flight_bytes=arguments.in_flight_bytes)
+            name = "ordinary requests, plugin loaded and capture asked for"
+            beside = own_rate(server, size, repeats=arguments.repeats, name=name)
+            shards = shards_rate(
+                server, size, folder / "shards", provenance, repeats=arguments.repeats,
+                in_flight_bytes=arguments.in_flight_bytes,
+            )  # fmt: skip
         gc.collect()
         row_bytes = 4 * size.hidden * DTYPE.itemsize
         result = {
             "own_tokens_per_second": own, "ordinary_tokens_per_second": beside, "shards_tokens_per_second": shards,
             "ratio": shards / own, "gigabytes_per_second": shards * row_bytes / 1e9, "bytes_per_token": row_bytes,
-            **check(target, folder / "shards", size.boundaries),
         }  # fmt: skip
+        print(f"   {result['ratio']:.1%} of the server's own rate, {result['gigabytes_per_second']:.2f} GB/s", flush=True)
+        if arguments.checked:
+            result |= check(target, folder / "shards", size.boundaries, count=arguments.checked)
     finally:
         for path in (target, folder / "shards", folder / "spool"):
             shutil.rmtree(path, ignore_errors=True)
-    print(
-        f"   {result['ratio']:.1%} of the server's own rate, {result['gigabytes_per_second']:.2f} GB/s; {CHECKED} records "
-        f"within {result['worst_relative_error']:.1e} of Hugging Face in float32 (its own {str(DTYPE).removeprefix('torch.')} is "
-        f"{result['worst_of_hugging_face']:.1e} away, the next boundary {result['nearest_other_boundary']:.1e}), same next token in "
-        f"{result['same_next_token']:.1%}",
-        flush=True,
-    )
+    if arguments.checked:
+        print(
+            f"   {result['records_checked']} records within {result['worst_relative_error']:.1e} of Hugging Face in float32 "
+            f"(its own {str(DTYPE).removeprefix('torch.')} is {result['worst_of_hugging_face']:.1e} away, the next boundary "
+            f"{result['nearest_other_boundary']:.1e}), same next token in {result['same_next_token']:.1%}",
+            flush=True,
+        )
     return result
 
 
@@ -285,6 +292,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--python", default=None, help="the Python that has SGLang; this one if left out")
     parser.add_argument("--engine-args", default="", help="further options of sglang.launch_server")
+    parser.add_argument("--repeats", type=int, default=3 if CUDA else 1, help="of each measurement; the median counts")
+    parser.add_argument("--checked", type=int, default=4, help="records compared with Hugging Face; 0: none")
     parser.add_argument("--in-flight-bytes", type=int, default=4_000_000_000)
     arguments = parser.parse_args()
     results = {name: measure(name, arguments) for name in arguments.sizes}

@@ -122,8 +122,8 @@ class Lanes:
         self._shards[shard] = self._threads[self._next % len(self._threads)]
         self._next += 1
 
-    def add(self, shard: OpenShard, record: Record) -> Future:
-        self._newest = self._shards[shard].submit(self._add, shard, shard.plan(record))
+    def add(self, shard: OpenShard, planned: list[Planned]) -> Future:
+        self._newest = self._shards[shard].submit(self._add, shard, planned)
         return self._newest
 
     def add_here(self, shard: OpenShard, record: Record) -> None:
@@ -131,16 +131,21 @@ class Lanes:
         if self._newest is not None:  # what was added to the shard before comes before it
             wait([self._newest])
             self._newest = None
-        self._add(shard, shard.plan(record))
+        self._add(shard, [shard.plan(record)])
 
-    def _add(self, shard: OpenShard, planned: Planned) -> None:
+    def _add(self, shard: OpenShard, planned: list[Planned]) -> None:
+        refused: ValueError | None = None
         try:
-            shard.add(planned)
-        except ValueError:  # nothing of it is in the file
-            raise
+            for one in planned:
+                try:
+                    shard.add(one)
+                except ValueError as error:  # nothing of it is in the file
+                    refused = refused or error
         except BaseException as error:  # a full disk, an interrupted `write`
             shard.broken = error  # no shard after it is finished either: `_finish` waits for the one before
             raise
+        if refused is not None:
+            raise refused
 
     def close(self, shard: OpenShard) -> Future:
         """The shard takes no more records; done when it and all before it are finished."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -57,7 +56,11 @@ class Manifest:
             parse_part(self.part)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        """A shard a line: there may be thousands, and all of them are written with each."""
+        content = vars(self) | {"provenance": vars(self.provenance)}
+        shards = [f"\n  {json.dumps(vars(shard))}" for shard in content.pop("shards")]
+        others = json.dumps(content, indent=1).removesuffix("\n}")
+        return f'{others},\n "shards": [{",".join(shards)}\n ]\n}}\n'
 
     def save(self, folder: Path | str) -> None:
         """Complete or not at all."""

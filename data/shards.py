@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from data.lanes import Lanes, OpenShard
+from data.lanes import Lanes, OpenShard, Planned
 from data.manifest import FILE, Entry, Manifest, ShardInfo, finished_ids, lock, manifest_lock
 from data.mapped import Shard
 from data.schema import SPLITS, Provenance, Record, check_record, check_same
@@ -90,24 +90,40 @@ class ShardWriter:
         The record's memory may still be hashed after that: do not change it.
         """
         try:
-            self._lanes.add_here(self._shard_for(record), record)
-            if self._added(record):
+            shard = self._shard_for(record)
+            try:
+                self._lanes.add_here(shard, record)
+            except ValueError:  # nothing of it is in the file
+                self._ids.remove(record.id)
+                raise
+            if self._is_full():
+                self._close_shard()
                 self._lanes.wait()
         except OSError as error:
             self.fail(error)
 
-    def submit(self, record: Record) -> Future:
-        """`write` without waiting: done when the record is in its shard's file; `close` says whether all went well.
+    def submit(self, records: Iterable[Record]) -> list[Future]:
+        """`write` of each without waiting: done when they are in their shards' files; `close` says whether all went well.
 
-        Raises ValueError if the record does not belong here, and what an earlier shard could not be finished for, an
-        OSError if the disk is full; so does the future. The writer's `with` block turns that into what to do.
+        Raises ValueError if a record does not belong here, and what an earlier shard could not be finished for, an
+        OSError if the disk is full; so do the futures. The writer's `with` block turns that into what to do.
         """
-        written = self._lanes.add(self._shard_for(record), record)
-        self._added(record)
+        written: list[Future] = []
+        planned: list[Planned] = []
+        try:
+            for record in records:
+                planned.append(self._shard_for(record).plan(record))
+                if self._is_full():
+                    written.append(self._lanes.add(self._shard, planned))
+                    planned = []
+                    self._close_shard()
+        finally:
+            if planned:
+                written.append(self._lanes.add(self._shard, planned))
         return written
 
     def _shard_for(self, record: Record) -> OpenShard:
-        """The shard at hand, which is a new one if there was none. Raises what `submit` raises."""
+        """The shard at hand, a new one if there was none: this record's. Raises what `submit` raises."""
         if self._lanes.failure is not None:
             raise self._lanes.failure
         check_record(record, self.provenance)
@@ -119,15 +135,11 @@ class ShardWriter:
             name, self._number = f"{self.split}-{self._number:06d}.tar", self._number + 1
             self._shard = OpenShard(self.out, name, split=self.split, provenance=self.provenance)
             self._lanes.open(self._shard)
+        self._ids.add(record.id)
         return self._shard
 
-    def _added(self, record: Record) -> bool:
-        """Whether it was the shard's last."""
-        self._ids.add(record.id)
-        full = self._shard.planned_bytes >= self.shard_bytes
-        if full:
-            self._close_shard()
-        return full
+    def _is_full(self) -> bool:
+        return self._shard.planned_bytes >= self.shard_bytes
 
     def close(self) -> None:
         """Finishes the shards at hand; the writer cannot be used after that."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 BLOCK_BYTES = 64 << 20
 NUM_BLOCKS = 16  # 1 GiB of host memory in each process that captures, and at most as much on its device
 NUM_WRITERS = 4  # threads; one wrote 2.5 GB/s less than an H200 prefills, four kept up
+HAND_OVER_SECONDS = 1e-4  # instead of 5e-3; see Copier
 STALL_SECONDS = 60.0  # longest wait for a block; SGLang's watchdog ends a server whose forward stands still for 300
 
 logger = logging.getLogger("eyas")
@@ -52,9 +54,13 @@ class Copier:
 
     write   may raise: the segment is then reported
     failed  hears of the segments that did not arrive, and why; must not raise
+
+    A scheduler with nothing to do polls without a pause, and holds the interpreter while it does. Python would take it
+    away every 5 ms only, and a thread that writes needs it ten times a request: the last rows came seconds late.
     """
 
     def __init__(self, device: torch.device, *, write: Write, failed: Failed) -> None:
+        sys.setswitchinterval(HAND_OVER_SECONDS)
         self._device, self._write, self._failed = device, write, failed
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: queue.LifoQueue[Tensor] = queue.LifoQueue()  # the last one given back is still in the cache

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import struct
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from extract.memory import Memory
 
 RUN = uuid.uuid4().hex[:8]  # of this process, in its rids: rows that an earlier run asked for are not this one's
 ROWS_SECONDS = 120.0  # longest wait for rows after the answer: the server's writers may be behind a slow disk
-_READERS = ThreadPoolExecutor(8, "spool-reader")
+_READERS = ThreadPoolExecutor(4, "spool-reader")  # with 8 the interpreter changes hands twice as often, and all is slower
 _MEMORY = Memory()  # of the rows that are read
 
 
@@ -47,7 +47,7 @@ async def fetch(
         next_token = answer.output_ids[0] if answer.output_ids else None
         return await asyncio.to_thread(_read, folder, rid, tokens, next_token=next_token)  # others go on meanwhile
     finally:
-        forget(folder, [rid])
+        spool.forget(folder, [rid])
 
 
 async def fetch_together(
@@ -57,77 +57,92 @@ async def fetch_together(
 
     The spool is empty of the rids afterwards. Raises ServerGone, and RequestFailed or RequestRefused of all.
     """
+    found: dict[int, Captured | RequestFailed] = {}
     try:
         answers = await client.prefill([tokens.tolist() for tokens in prompts], rids=rids)
-        until = time.monotonic() + ROWS_SECONDS
-        found = [answer if isinstance(answer, RequestFailed) else None for answer in answers]
-        for i, (tokens, rid) in enumerate(zip(prompts, rids)):
-            try:
-                if found[i] is None:
-                    await _rows_are_here(folder, rid, num_tokens=len(tokens), num_ranks=1, until=until)
+        until, loop = time.monotonic() + ROWS_SECONDS, asyncio.get_running_loop()
+        found = {i: answer for i, answer in enumerate(answers) if isinstance(answer, RequestFailed)}
+        while left := [i for i in range(len(prompts)) if i not in found]:
+            try:  # they come in this order, so that the last one is the one to look for
+                await _rows_are_here(folder, rids[left[-1]], num_tokens=len(prompts[left[-1]]), num_ranks=1, until=until)
             except RequestFailed as error:
-                found[i] = error
-        return await asyncio.get_running_loop().run_in_executor(_READERS, _read_all, folder, prompts, rids, found)
-    except BaseException:
-        forget(folder, rids)
-        raise
-
-
-def forget(folder: Path, rids: Sequence[str]) -> None:
-    """Empties the spool of these requests."""
-    for rid in rids:
-        shutil.rmtree(folder / rid, ignore_errors=True)
-
-
-def _read_all(
-    folder: Path, prompts: Sequence[Tensor], rids: Sequence[str], found: list[RequestFailed | None]
-) -> list[Captured | RequestFailed]:
-    """In a thread: each prompt's rows, where it has not failed yet. What was read outlives its files."""
-    try:
-        read: list[Captured | RequestFailed] = []
-        for tokens, rid, failed in zip(prompts, rids, found):
-            try:
-                read.append(failed or _read(folder, rid, tokens, next_token=None)[0])
-            except RequestFailed as error:
-                read.append(error)
-        return read
+                found[left[-1]] = error
+            asked = [(i, rids[i], prompts[i]) for i in left if i not in found]
+            found |= await loop.run_in_executor(_READERS, _read_those_here, folder, asked)
+        return [found[i] for i in range(len(prompts))]
     finally:
-        forget(folder, rids)
+        spool.forget(folder, [rid for i, rid in enumerate(rids) if not isinstance(found.get(i), Captured)])
+
+
+def _read_those_here(folder: Path, asked: list[tuple[int, str, Tensor]]) -> dict[int, Captured | RequestFailed]:
+    """In a thread: of each (i, rid, tokens) whose rows are here i -> what was captured, or why it failed."""
+    found: dict[int, Captured | RequestFailed] = {}
+    for i, rid, tokens in asked:
+        try:
+            with _unreadable_is_failed():
+                rows = spool.take_whole(folder, rid, len(tokens), memory=_MEMORY.take)
+            if rows is not None:
+                found[i] = _checked(rows, tokens)
+            elif _is_here(folder, rid, num_tokens=len(tokens), num_ranks=1):
+                found[i] = _read(folder, rid, tokens)[0]
+                spool.forget(folder, [rid])
+        except RequestFailed as error:
+            found[i] = error
+    return found
 
 
 async def _rows_are_here(folder: Path, rid: str, *, num_tokens: int, num_ranks: int, until: float) -> None:
-    """Returns once the parts cover rows 0 .. num_tokens - 1 of every rank. Raises RequestFailed."""
+    """Returns once they are. Raises RequestFailed if they cannot be, or are not in time."""
     pause = 0.001
-    while True:
-        if reason := spool.read_error(folder, rid):
-            raise RequestFailed(f"the plugin could not capture it: {reason}")
-        sizes: dict[int, int] = {}
-        for rank, _, count in spool.list_rows(folder, rid):
-            sizes[rank] = sizes.get(rank, 0) + count
-        if len(sizes) >= num_ranks and all(size >= num_tokens for size in sizes.values()):
-            return
+    while not _is_here(folder, rid, num_tokens=num_tokens, num_ranks=num_ranks):
         if time.monotonic() > until:
-            raise RequestFailed(f"rows captured of {num_tokens} tokens, by rank: {sizes} after {ROWS_SECONDS:.0f} s")
+            raise RequestFailed(
+                f"rows captured of {num_tokens} tokens, by rank: {_sizes(folder, rid)} after {ROWS_SECONDS:.0f} s"
+            )
         await asyncio.sleep(pause)
         pause = min(2 * pause, 0.1)
 
 
-def _read(folder: Path, rid: str, tokens: Tensor, *, next_token: int | None) -> dict[int, Captured]:
+def _is_here(folder: Path, rid: str, *, num_tokens: int, num_ranks: int) -> bool:
+    """Whether the parts are as many rows as tokens, of every rank. Raises RequestFailed if they will not come."""
+    sizes = _sizes(folder, rid)
+    if len(sizes) >= num_ranks and all(size >= num_tokens for size in sizes.values()):
+        return True
+    if reason := spool.read_error(folder, rid):
+        raise RequestFailed(f"the plugin could not capture it: {reason}")
+    return False
+
+
+def _sizes(folder: Path, rid: str) -> dict[int, int]:
+    """rank -> number of its rows."""
+    sizes: dict[int, int] = {}
+    for rank, _, count in spool.list_rows(folder, rid):
+        sizes[rank] = sizes.get(rank, 0) + count
+    return sizes
+
+
+def _read(folder: Path, rid: str, tokens: Tensor, *, next_token: int | None = None) -> dict[int, Captured]:
     """What each rank has left in the spool of `rid`. Raises RequestFailed as `fetch` does."""
-    try:
+    with _unreadable_is_failed():
         ranks = spool.read_rows(folder, rid, memory=_MEMORY.take)
-    except (OSError, ValueError, KeyError, struct.error) as error:
-        raise RequestFailed(f"its rows cannot be read ({error})") from error
     return {rank: _checked(rows, tokens, next_token=next_token) for rank, rows in ranks.items()}
 
 
-def _checked(rows: spool.Rows, tokens: Tensor, *, next_token: int | None) -> Captured:
+@contextmanager
+def _unreadable_is_failed() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, struct.error) as error:
+        raise RequestFailed(f"its rows cannot be read ({error})") from error
+
+
+def _checked(rows: spool.Rows, tokens: Tensor, *, next_token: int | None = None) -> Captured:
     """The rows of `tokens`, [T]; the server may have gone on. Raises RequestFailed if they are none of these."""
-    echoed, aux, last = (column[: len(tokens)] for column in rows)
-    if not torch.equal(echoed, tokens.to(torch.int32)):
+    if not torch.equal(rows.tokens[: len(tokens)], tokens.to(torch.int32)):
         raise RequestFailed("the server echoes other tokens than it was sent")
-    if not (is_finite(aux) and is_finite(last)):
+    if not is_finite(rows.states):
         raise RequestFailed("states that are not finite")
+    echoed, aux, last = (column[: len(tokens)] for column in (rows.tokens, rows.aux, rows.last))
     return Captured(tokens=echoed, aux=aux, last=last, next_token=next_token)
 
 

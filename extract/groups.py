@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from data.prompts import Prompt
+from extract import spool
 from extract.capture import Captured
 from extract.client import Client, RequestFailed, RequestRefused
-from extract.fetch import fetch, fetch_together, forget, rid_of
+from extract.fetch import fetch, fetch_together, rid_of
 
 RETRY_SECONDS = 0.1  # before the second try, then twice as long each time
 PROMPTS, TOKENS = 16, 8192  # of one request, at most: a GPU prefills as much at a time
@@ -81,7 +82,7 @@ class Asker:
             return [again[i].result() if i in again else one for i, one in enumerate(found)]
         finally:
             await cancel(list(again.values()))
-            forget(self._spool, rids)  # a server that refuses one may have begun with those before it
+            spool.forget(self._spool, rids)  # a server that refuses one may have begun with those before it
 
     async def _alone(
         self, number: int, prompt: Prompt, *, error: RequestFailed | RequestRefused, lonely: bool

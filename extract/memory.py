@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 
 import numpy as np
-import torch
-from torch import Tensor
 
 KEEP_BYTES = 1 << 30  # that nobody uses, at most
-_ROUND = 1 << 16
+_SMALLEST = 1 << 16
 
 
 class Memory:
     """Blocks of host memory. One that nothing refers to any more is given out again, from any thread."""
 
     def __init__(self, *, keep_bytes: int = KEEP_BYTES) -> None:
-        self._keep_bytes, self._lock = keep_bytes, threading.Lock()
-        self._free: list[np.ndarray] = []
-        self._returned: deque[np.ndarray] = deque()  # by whoever dropped the last reference, who may hold the lock
+        self._keep_bytes = keep_bytes
+        self._free: dict[int, deque[np.ndarray]] = defaultdict(deque)  # by size; its methods are atomic
 
-    def take(self, size: int) -> Tensor:
-        """[size] uint8, of any content; what was made of it (slices, views, arrays) keeps it."""
-        block = self._fitting(size)
-        if block is None:
-            block = np.empty(size + -size % _ROUND, dtype=np.uint8)
+    def take(self, size: int) -> np.ndarray:
+        """[size] uint8, of any content; what was made of it (slices, views, tensors) keeps it."""
+        size_class = _class_of(size)
+        try:
+            block = self._free[size_class].pop()
+        except IndexError:
+            block = np.empty(size_class, dtype=np.uint8)
         given = block[:size]
-        weakref.finalize(given, self._returned.append, block).atexit = False
-        return torch.from_numpy(given)
+        weakref.finalize(given, self._return, block).atexit = False
+        return given
 
-    def _fitting(self, size: int) -> np.ndarray | None:
-        """The smallest free block of `size` to twice as many bytes; what is too much to keep is dropped."""
-        with self._lock:
-            while self._returned:
-                self._free.append(self._returned.popleft())
-            fitting = [i for i, block in enumerate(self._free) if size <= len(block) <= max(2 * size, _ROUND)]
-            found = self._free.pop(min(fitting, key=lambda i: len(self._free[i]))) if fitting else None
-            left = sum(map(len, self._free))
-            while left > self._keep_bytes:
-                left -= len(self._free.pop(0))  # returned first
-        return found
+    def _return(self, block: np.ndarray) -> None:
+        """Called wherever the last reference is dropped, so it cannot wait for a lock."""
+        free = sum(size * len(blocks) for size, blocks in list(self._free.items()))
+        if free + len(block) <= self._keep_bytes:
+            self._free[len(block)].append(block)
+
+
+def _class_of(size: int) -> int:
+    """A multiple of a quarter of its power of two: at most a quarter, or 64 KiB, is too much."""
+    step = max(1 << max((size - 1).bit_length() - 3, 0), _SMALLEST)
+    return -(-size // step) * step

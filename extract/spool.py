@@ -6,7 +6,7 @@
     <rid>/steps.jsonl                          what the drafter proposed, one verified step a line
     <rid>/error.json                           why the rows of this request are not here; empty: the disk is full
 
-A file appears under its name when it is complete. Both sides import this file; it needs only torch.
+A file appears under its name when it is complete. Both sides import this file; it needs only torch and numpy.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,10 +42,11 @@ class Rows(NamedTuple):
     tokens: Tensor  # [T] int32
     aux: Tensor  # [T, A, H] the boundaries in their order; the server's dtype
     last: Tensor | None  # [T, H]
+    states: Tensor  # [N] aux and last, as they lie in memory
 
 
-def _fresh(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
+def _fresh(size: int) -> np.ndarray:
+    return np.empty(size, dtype=np.uint8)
 
 
 def write_part(
@@ -98,7 +100,9 @@ def list_rows(spool: Path, rid: str, *, kind: str = "") -> list[tuple[int, int, 
     return sorted((rank, start, stop - start) for start, stop, rank in rows)
 
 
-def read_rows(spool: Path, rid: str, *, kind: str = "", memory: Callable[[int], Tensor] = _fresh) -> dict[int, Rows]:
+def read_rows(
+    spool: Path, rid: str, *, kind: str = "", memory: Callable[[int], np.ndarray] = _fresh
+) -> dict[int, Rows]:
     """rank -> its rows of `rid`, all parts as one; what was read outlives its files.
 
     memory  gives so many bytes for one rank's rows, [size] uint8
@@ -108,45 +112,94 @@ def read_rows(spool: Path, rid: str, *, kind: str = "", memory: Callable[[int], 
     parts: dict[int, list[tuple[int, int]]] = {}
     for rank, start, count in list_rows(spool, rid, kind=kind):
         parts.setdefault(rank, []).append((start, count))
-    return {rank: _read_rank(spool / rid, rank, parts[rank], kind=kind, memory=memory) for rank in parts}
+    return {rank: _read_rank(f"{spool}/{rid}", rank, parts[rank], kind=kind, memory=memory) for rank in parts}
+
+
+def take_whole(spool: Path, rid: str, num_rows: int, *, memory: Callable[[int], np.ndarray] = _fresh) -> Rows | None:
+    """Rank 0's rows where one part is all of them, as most are: they are not in the spool any more. Else None.
+
+    Without a look into the folder: each call of the system may hand the interpreter over. Raises as `read_rows` does.
+    """
+    folder, name = f"{spool}/{rid}", _part_name(0, num_rows, 0, "")
+    try:
+        rows = _read_rank(folder, 0, [(0, num_rows)], kind="", memory=memory)
+    except FileNotFoundError:
+        return None
+    os.unlink(f"{folder}/{name}")
+    try:
+        os.rmdir(folder)
+    except OSError:
+        forget(spool, [rid])
+    return rows
 
 
 def _read_rank(
-    folder: Path, rank: int, parts: list[tuple[int, int]], *, kind: str, memory: Callable[[int], Tensor]
+    folder: str, rank: int, parts: list[tuple[int, int]], *, kind: str, memory: Callable[[int], np.ndarray]
 ) -> Rows:
-    num_rows, columns = 0, {}
+    num_rows = 0
     for start, count in parts:
         if start != num_rows:
             raise ValueError(f"rows {num_rows} .. {start - 1} are missing, or came twice")
         num_rows += count
+    columns: list[_Column] = []
     for start, count in parts:
-        with (folder / _part_name(start, count, rank, kind)).open("rb", buffering=0) as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-            columns = columns or _allocate(header, num_rows, memory=memory)
-            rows = {name: column[start : start + count] for name, column in columns.items()}
-            found = {name: (_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
-            if found != {name: (column.dtype, tuple(column.shape)) for name, column in rows.items()}:
-                raise ValueError(f"{file.name} holds {found}")
-            views = [_bytes(column) for column in rows.values()]
+        name = _part_name(start, count, rank, kind)
+        descriptor = os.open(f"{folder}/{name}", os.O_RDONLY)
+        try:
+            header, offset = _header_of(descriptor)
+            if not columns:
+                columns = _columns_of(header, num_rows)
+                block = memoryview(memory(columns[-1].end(num_rows)))
+            if [(column.name, column.dtype, [count, *column.shape]) for column in columns] != [
+                (name, _DTYPES[entry["dtype"]], entry["shape"]) for name, entry in header.items()
+            ]:
+                raise ValueError(f"{name} holds {header}")
+            views = [block[column.end(start) : column.end(start + count)] for column in columns]
             while views:  # a read of more than 2 GB comes in parts
-                read = os.readv(file.fileno(), views)
-                if read == 0:
-                    raise ValueError(f"{file.name} ends before its rows do")
-                views = _after(views, read)
-    return Rows(tokens=columns["tokens"], aux=columns["aux"], last=columns.get("last"))
-
-
-def _allocate(header: dict[str, Any], num_rows: int, *, memory: Callable[[int], Tensor]) -> dict[str, Tensor]:
-    """The columns of a part's header, in their order, for so many rows: side by side in one block, tokens last."""
-    shapes = {name: (_DTYPES[entry["dtype"]], (num_rows, *entry["shape"][1:])) for name, entry in header.items()}
-    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values()]
-    sizes = [size + -size % 8 for size in sizes]
-    blocks = memory(sum(sizes)).split(sizes)
-    return {
-        name: block[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        for block, (name, (dtype, shape)) in zip(blocks, shapes.items())
+                done = os.preadv(descriptor, views, offset)
+                if done == 0:
+                    raise ValueError(f"{name} ends before its rows do")
+                views, offset = _after(views, done), offset + done
+        finally:
+            os.close(descriptor)
+    tensors = {
+        column.name: torch.frombuffer(
+            block, dtype=column.dtype, count=num_rows * math.prod(column.shape), offset=column.begin
+        ).view(num_rows, *column.shape)
+        for column in columns
     }
+    states = torch.frombuffer(block, dtype=columns[0].dtype, count=columns[-1].begin // columns[0].dtype.itemsize)
+    return Rows(tokens=tensors["tokens"], aux=tensors["aux"], last=tensors.get("last"), states=states)
+
+
+class _Column(NamedTuple):
+    """Where a column's rows are in a block: from byte `begin` on, each of `shape`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+    begin: int
+
+    def end(self, num_rows: int) -> int:
+        """Where the first `num_rows` end."""
+        return self.begin + num_rows * math.prod(self.shape) * self.dtype.itemsize
+
+
+def _columns_of(header: dict[str, Any], num_rows: int) -> list[_Column]:
+    """The columns of a part, in their order, for so many rows, one after the other."""
+    columns, end = [], 0
+    for name, entry in header.items():
+        dtype = _DTYPES[entry["dtype"]]
+        columns.append(_Column(name, dtype, entry["shape"][1:], end + -end % dtype.itemsize))
+        end = columns[-1].end(num_rows)
+    return columns
+
+
+def _header_of(descriptor: int) -> tuple[dict[str, Any], int]:
+    """A part's header, and where its data begins."""
+    content = os.pread(descriptor, 4096, 0)
+    (length,) = struct.unpack_from("<Q", content)
+    return json.loads(content[8 : 8 + length]), 8 + length
 
 
 def _part_name(start: int, count: int, rank: int, kind: str) -> str:
@@ -169,6 +222,18 @@ def read_error(spool: Path, rid: str) -> str | None:
     except FileNotFoundError:
         return None
     return json.loads(content)["error"] if content else f"there is no room in {spool}"
+
+
+def forget(spool: Path, rids: Iterable[str]) -> None:
+    """Empties the spool of these requests."""
+    for rid in rids:
+        folder = f"{spool}/{rid}"
+        try:
+            for name in os.listdir(folder):
+                os.unlink(f"{folder}/{name}")
+            os.rmdir(folder)
+        except OSError:  # it is not there, or something comes in
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def empty(spool: Path) -> None:

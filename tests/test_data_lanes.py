@@ -17,16 +17,17 @@ from data.shards import ShardReader, ShardWriter
 from tests.records import PROVENANCE, no_room_for, record_of
 
 
-def write(folder: Path, *, lanes: int, count: int = 24, seconds_each: float = 0.0) -> Path:
+def write(folder: Path, *, lanes: int, count: int = 24, at_once: int = 1, seconds_each: float = 0.0) -> Path:
     with ShardWriter(folder, provenance=PROVENANCE, split="train", shard_bytes=9000, lanes=lanes) as writer:
-        for i in range(count):
-            writer.submit(record_of(f"r{i}", num_tokens=3 + i % 7))
+        for i in range(0, count, at_once):
+            writer.submit(record_of(f"r{j}", num_tokens=3 + j % 7) for j in range(i, min(i + at_once, count)))
             time.sleep(seconds_each)
     return folder
 
 
-def test_lanes_change_no_byte_though_later_shards_are_ready_first(tmp_path, monkeypatch):
-    """The first shard's records take longest."""
+@pytest.mark.parametrize("at_once", [1, 5, 24])
+def test_lanes_change_no_byte_though_later_shards_are_ready_first(tmp_path, monkeypatch, at_once):
+    """The first shard's records take longest; those submitted at once may be of several shards."""
     one = write(tmp_path / "one", lanes=1)
     add = OpenShard.add
 
@@ -35,7 +36,7 @@ def test_lanes_change_no_byte_though_later_shards_are_ready_first(tmp_path, monk
         add(self, planned)
 
     monkeypatch.setattr(OpenShard, "add", slow)
-    four = write(tmp_path / "four", lanes=4)
+    four = write(tmp_path / "four", lanes=4, at_once=at_once)
     files = sorted(file.name for file in one.iterdir() if not file.name.startswith("."))
     assert files == sorted(file.name for file in four.iterdir() if not file.name.startswith(".")) and len(files) > 8
     assert all((one / name).read_bytes() == (four / name).read_bytes() for name in files)
@@ -53,7 +54,7 @@ def test_a_shard_that_cannot_be_written_takes_the_later_ones_with_it(tmp_path, m
     monkeypatch.undo()
     with ShardWriter(tmp_path, provenance=PROVENANCE, split="train", shard_bytes=9000, lanes=4) as writer:
         for i in range(len(kept), 24):
-            writer.submit(record_of(f"r{i}", num_tokens=3 + i % 7))
+            writer.submit([record_of(f"r{i}", num_tokens=3 + i % 7)])
     assert finished_ids(tmp_path) == {f"r{i}" for i in range(24)}
 
 
@@ -63,8 +64,8 @@ def test_write_and_submit_keep_the_records_order(tmp_path):
     mixed = tmp_path / "mixed"
     with ShardWriter(mixed, provenance=PROVENANCE, split="train", shard_bytes=9000, lanes=2) as writer:
         for i in range(24):
-            add = writer.write if i % 3 == 2 else writer.submit
-            add(record_of(f"r{i}", num_tokens=3 + i % 7))
+            record = record_of(f"r{i}", num_tokens=3 + i % 7)
+            writer.write(record) if i % 3 == 2 else writer.submit([record])
     for file in one.glob("*.*"):
         assert (mixed / file.name).read_bytes() == file.read_bytes()
 
@@ -80,6 +81,21 @@ def test_a_record_that_write_refused_can_be_mended_and_written(tmp_path):
     reader = ShardReader(tmp_path, split="train")
     assert [record.id for record in reader] == ["a"]
     reader.verify()
+
+
+def test_of_records_submitted_at_once_those_that_can_be_stored_are(tmp_path):
+    """One cannot be, which its future says, and one does not belong here, which `submit` does."""
+    records = [record_of(f"r{i}") for i in range(5)]
+    records[1] = replace(records[1], aux=torch.full_like(records[1].aux, float("nan")))
+    records[3] = replace(records[3], split="validation")
+    provenance = replace(PROVENANCE, codec="fp8")
+    with ShardWriter(tmp_path, provenance=provenance, split="train", shard_bytes=1 << 20, lanes=2) as writer:
+        (future,) = writer.submit(records[:3])
+        with pytest.raises(ValueError, match="not finite"):
+            future.result()
+        with pytest.raises(ValueError, match="r3 is of split validation"):
+            writer.submit([records[4], records[3]])
+    assert [record.id for record in ShardReader(tmp_path, split="train")] == ["r0", "r2", "r4"]
 
 
 def test_a_shard_that_was_interrupted_in_a_record_is_not_finished(tmp_path, monkeypatch):

@@ -9,13 +9,14 @@ import struct
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from extract import copier, plugin, spool
 from extract.fetch import read_drafter_feed
-from extract.memory import Memory
+from extract.memory import Memory, _class_of
 
 
 def test_segments_follow_the_order_of_the_batch_and_are_ours_only():
@@ -142,15 +143,15 @@ def test_parts_become_one_block_of_rows_whatever_their_sizes(tmp_path):
         spool.write_part(tmp_path, "eyas-a", start=start, rank=0, **part)
         spool.write_part(tmp_path, "eyas-a", start=start, rank=1, **{**part, "last": -part["last"]})
 
-    def memory(size: int) -> torch.Tensor:
-        given.append(torch.empty(size, dtype=torch.uint8))
+    def memory(size: int) -> np.ndarray:
+        given.append(np.empty(size, dtype=np.uint8))
         return given[-1]
 
     ranks = spool.read_rows(tmp_path, "eyas-a", memory=memory)
     for rank, sign in ((0, 1), (1, -1)):
         rows = ranks[rank]
         assert torch.equal(rows.tokens, tokens) and torch.equal(rows.aux, aux) and torch.equal(rows.last, sign * last)
-        assert rows.aux.data_ptr() == given[rank].data_ptr()  # nothing was copied
+        assert rows.aux.data_ptr() == given[rank].ctypes.data  # nothing was copied
     assert len(given) == 2
 
 
@@ -184,19 +185,26 @@ def test_rows_that_are_missing_or_damaged_are_an_error(tmp_path, harm, message):
 def test_memory_is_given_out_again_once_nothing_refers_to_it():
     memory = Memory(keep_bytes=1 << 20)
     first = memory.take(100_000)
-    address, part = first.data_ptr(), memoryview(first[10:20].numpy())
+    address, part = first.ctypes.data, torch.frombuffer(memoryview(first), dtype=torch.int16, count=9, offset=4).view(3, 3)
     del first
     other = memory.take(100_000)
-    assert other.data_ptr() != address, "a view of it is still there"
+    assert other.ctypes.data != address, "a view of it is still there"
+    part = memoryview(part[1].numpy())
+    assert memory.take(100_000).ctypes.data != address, "and one of that"
     del part
-    again = memory.take(90_000)
-    assert again.data_ptr() == address and len(again) == 90_000
+    again = memory.take(90_000)  # of the same size when rounded up
+    assert again.ctypes.data == address and len(again) == 90_000
     del again, other
-    assert memory.take(10).data_ptr() != address, "a block is not given for a tenth of it"
+    assert memory.take(10).ctypes.data != address, "a block is not given for a tenth of it"
     large = [memory.take(1 << 20) for _ in range(3)]
     del large
-    memory.take(10)
-    assert sum(map(len, memory._free)) <= 1 << 20
+    assert sum(size * len(blocks) for size, blocks in memory._free.items()) <= 1 << 20
+
+
+@pytest.mark.parametrize("size", [1, 65_536, 65_537, 8 << 20, (8 << 20) + 1, 3_000_000_000])
+def test_memory_is_rounded_up_by_little(size):
+    assert size <= _class_of(size) <= max(1.25 * size, size + (1 << 16))
+    assert _class_of(_class_of(size)) == _class_of(size)
 
 
 def test_kinds_of_parts_do_not_mix_and_unfinished_files_are_not_seen(tmp_path):
