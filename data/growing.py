@@ -14,7 +14,7 @@ from pathlib import Path
 _GATHER_BYTES = 1 << 22  # of small records, written and hashed together
 _JOIN_BYTES = 1 << 14  # neighbours that are smaller are joined: a chunk costs more than its copy
 _GATHER_CHUNKS = 500  # at most, below what one writev takes
-_BEHIND_BYTES = 1 << 28  # written and not yet hashed, at most
+_BEHIND_BYTES = 1 << 27  # written and not yet hashed, at most
 _FLUSH_BYTES = 1 << 28  # after so many the disk is told to write, so that it has little left at the file's end
 
 Chunk = bytes | memoryview  # a memoryview of bytes, in one dimension

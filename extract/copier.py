@@ -114,7 +114,7 @@ class Copier:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             block[:size].copy_(staged, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event(blocking=True)  # a thread that waits for it leaves its core to others
             done.record(self._stream)
         staged.record_stream(self._stream)
         return _view(block[:size], num_rows, num_columns=len(columns), hidden_size=hidden_size, dtype=dtype), done

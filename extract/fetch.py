@@ -21,6 +21,7 @@ from extract import spool
 from extract.capture import Captured
 from extract.client import Client, RequestFailed
 from extract.memory import Memory
+from extract.rows import Rows, read_rows, take_whole
 
 RUN = uuid.uuid4().hex[:8]  # of this process, in its rids: rows that an earlier run asked for are not this one's
 ROWS_SECONDS = 120.0  # longest wait for rows after the answer: the server's writers may be behind a slow disk
@@ -80,7 +81,7 @@ def _read_those_here(folder: Path, asked: list[tuple[int, str, Tensor]]) -> dict
     for i, rid, tokens in asked:
         try:
             with _unreadable_is_failed():
-                rows = spool.take_whole(folder, rid, len(tokens), memory=_MEMORY.take)
+                rows = take_whole(folder, rid, len(tokens), memory=_MEMORY.take)
             if rows is not None:
                 found[i] = _checked(rows, tokens)
             elif _is_here(folder, rid, num_tokens=len(tokens), num_ranks=1):
@@ -124,7 +125,7 @@ def _sizes(folder: Path, rid: str) -> dict[int, int]:
 def _read(folder: Path, rid: str, tokens: Tensor, *, next_token: int | None = None) -> dict[int, Captured]:
     """What each rank has left in the spool of `rid`. Raises RequestFailed as `fetch` does."""
     with _unreadable_is_failed():
-        ranks = spool.read_rows(folder, rid, memory=_MEMORY.take)
+        ranks = read_rows(folder, rid, memory=_MEMORY.take)
     return {rank: _checked(rows, tokens, next_token=next_token) for rank, rows in ranks.items()}
 
 
@@ -136,7 +137,7 @@ def _unreadable_is_failed() -> Iterator[None]:
         raise RequestFailed(f"its rows cannot be read ({error})") from error
 
 
-def _checked(rows: spool.Rows, tokens: Tensor, *, next_token: int | None = None) -> Captured:
+def _checked(rows: Rows, tokens: Tensor, *, next_token: int | None = None) -> Captured:
     """The rows of `tokens`, [T]; the server may have gone on. Raises RequestFailed if they are none of these."""
     if not torch.equal(rows.tokens[: len(tokens)], tokens.to(torch.int32)):
         raise RequestFailed("the server echoes other tokens than it was sent")
@@ -166,7 +167,7 @@ def read_drafter_feed(folder: Path, rid: str) -> DrafterFeed:
 
     Raises ValueError if there is nothing.
     """
-    ranks = spool.read_rows(folder, rid, kind=spool.FEED)
+    ranks = read_rows(folder, rid, kind=spool.FEED)
     if not ranks:
         raise ValueError(f"{folder / rid} holds no drafter feed: start the server with a drafter and feed=True")
     lines = (folder / rid / spool.STEPS).read_text().splitlines() if (folder / rid / spool.STEPS).exists() else []

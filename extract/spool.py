@@ -6,22 +6,20 @@
     <rid>/steps.jsonl                          what the drafter proposed, one verified step a line
     <rid>/error.json                           why the rows of this request are not here; empty: the disk is full
 
-A file appears under its name when it is complete. Both sides import this file; it needs only torch and numpy.
+A file appears under its name when it is complete. Both sides import this file; it needs only torch.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,23 +28,10 @@ ALL_RANKS_PREFIX = "eyas-all-"  # of these every tensor-parallel rank writes its
 FEED = "feed-"  # kind of the parts that hold what a drafter is fed: aux [T, A, H], no last
 STEPS = "steps.jsonl"
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32", torch.int64: "I64",
 }  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-
-
-class Rows(NamedTuple):
-    """A request's rows from one rank, in their order."""
-
-    tokens: Tensor  # [T] int32
-    aux: Tensor  # [T, A, H] the boundaries in their order; the server's dtype
-    last: Tensor | None  # [T, H]
-    states: Tensor  # [N] aux and last, as they lie in memory
-
-
-def _fresh(size: int) -> np.ndarray:
-    return np.empty(size, dtype=np.uint8)
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def write_part(
@@ -68,13 +53,13 @@ def write_part(
             continue
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end],
+            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end],
         }  # fmt: skip
         chunks.append(_bytes(tensor))
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % 64)
-    name = _part_name(start, len(tokens), rank, kind)
+    name = part_name(start, len(tokens), rank, kind)
     _write(f"{spool}/{rid}", name, [struct.pack("<Q", len(text)), text, *chunks])
 
 
@@ -100,109 +85,8 @@ def list_rows(spool: Path, rid: str, *, kind: str = "") -> list[tuple[int, int, 
     return sorted((rank, start, stop - start) for start, stop, rank in rows)
 
 
-def read_rows(
-    spool: Path, rid: str, *, kind: str = "", memory: Callable[[int], np.ndarray] = _fresh
-) -> dict[int, Rows]:
-    """rank -> its rows of `rid`, all parts as one; what was read outlives its files.
-
-    memory  gives so many bytes for one rank's rows, [size] uint8
-
-    Raises ValueError if rows are missing before others, came twice, or a part is damaged; OSError.
-    """
-    parts: dict[int, list[tuple[int, int]]] = {}
-    for rank, start, count in list_rows(spool, rid, kind=kind):
-        parts.setdefault(rank, []).append((start, count))
-    return {rank: _read_rank(f"{spool}/{rid}", rank, parts[rank], kind=kind, memory=memory) for rank in parts}
-
-
-def take_whole(spool: Path, rid: str, num_rows: int, *, memory: Callable[[int], np.ndarray] = _fresh) -> Rows | None:
-    """Rank 0's rows where one part is all of them, as most are: they are not in the spool any more. Else None.
-
-    Without a look into the folder: each call of the system may hand the interpreter over. Raises as `read_rows` does.
-    """
-    folder, name = f"{spool}/{rid}", _part_name(0, num_rows, 0, "")
-    try:
-        rows = _read_rank(folder, 0, [(0, num_rows)], kind="", memory=memory)
-    except FileNotFoundError:
-        return None
-    os.unlink(f"{folder}/{name}")
-    try:
-        os.rmdir(folder)
-    except OSError:
-        forget(spool, [rid])
-    return rows
-
-
-def _read_rank(
-    folder: str, rank: int, parts: list[tuple[int, int]], *, kind: str, memory: Callable[[int], np.ndarray]
-) -> Rows:
-    num_rows = 0
-    for start, count in parts:
-        if start != num_rows:
-            raise ValueError(f"rows {num_rows} .. {start - 1} are missing, or came twice")
-        num_rows += count
-    columns: list[_Column] = []
-    for start, count in parts:
-        name = _part_name(start, count, rank, kind)
-        descriptor = os.open(f"{folder}/{name}", os.O_RDONLY)
-        try:
-            header, offset = _header_of(descriptor)
-            if not columns:
-                columns = _columns_of(header, num_rows)
-                block = memoryview(memory(columns[-1].end(num_rows)))
-            if [(column.name, column.dtype, [count, *column.shape]) for column in columns] != [
-                (name, _DTYPES[entry["dtype"]], entry["shape"]) for name, entry in header.items()
-            ]:
-                raise ValueError(f"{name} holds {header}")
-            views = [block[column.end(start) : column.end(start + count)] for column in columns]
-            while views:  # a read of more than 2 GB comes in parts
-                done = os.preadv(descriptor, views, offset)
-                if done == 0:
-                    raise ValueError(f"{name} ends before its rows do")
-                views, offset = _after(views, done), offset + done
-        finally:
-            os.close(descriptor)
-    tensors = {
-        column.name: torch.frombuffer(
-            block, dtype=column.dtype, count=num_rows * math.prod(column.shape), offset=column.begin
-        ).view(num_rows, *column.shape)
-        for column in columns
-    }
-    states = torch.frombuffer(block, dtype=columns[0].dtype, count=columns[-1].begin // columns[0].dtype.itemsize)
-    return Rows(tokens=tensors["tokens"], aux=tensors["aux"], last=tensors.get("last"), states=states)
-
-
-class _Column(NamedTuple):
-    """Where a column's rows are in a block: from byte `begin` on, each of `shape`."""
-
-    name: str
-    dtype: torch.dtype
-    shape: list[int]
-    begin: int
-
-    def end(self, num_rows: int) -> int:
-        """Where the first `num_rows` end."""
-        return self.begin + num_rows * math.prod(self.shape) * self.dtype.itemsize
-
-
-def _columns_of(header: dict[str, Any], num_rows: int) -> list[_Column]:
-    """The columns of a part, in their order, for so many rows, one after the other."""
-    columns, end = [], 0
-    for name, entry in header.items():
-        dtype = _DTYPES[entry["dtype"]]
-        columns.append(_Column(name, dtype, entry["shape"][1:], end + -end % dtype.itemsize))
-        end = columns[-1].end(num_rows)
-    return columns
-
-
-def _header_of(descriptor: int) -> tuple[dict[str, Any], int]:
-    """A part's header, and where its data begins."""
-    content = os.pread(descriptor, 4096, 0)
-    (length,) = struct.unpack_from("<Q", content)
-    return json.loads(content[8 : 8 + length]), 8 + length
-
-
-def _part_name(start: int, count: int, rank: int, kind: str) -> str:
+def part_name(start: int, count: int, rank: int, kind: str) -> str:
+    """Of the file with rows start .. start + count - 1 of a request."""
     return f"{kind}{start:08d}-{start + count:08d}.r{rank}.safetensors"
 
 
@@ -257,7 +141,7 @@ def _write(folder: str, name: str, chunks: list[Any]) -> None:
         try:
             left = [memoryview(chunk) for chunk in chunks]
             while left:
-                left = _after(left, os.writev(descriptor, left))
+                left = left_of(left, os.writev(descriptor, left))
         finally:
             os.close(descriptor)
         os.replace(temporary, f"{folder}/{name}")
@@ -271,7 +155,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
+def left_of(views: list[memoryview], count: int) -> list[memoryview]:
     """What is left of them once `count` bytes are read or written."""
     while views and count >= len(views[0]):
         count -= len(views[0])

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from extract import copier, plugin, spool
 from extract.fetch import read_drafter_feed
 from extract.memory import Memory, _class_of
+from extract.rows import read_rows
 
 
 def test_segments_follow_the_order_of_the_batch_and_are_ours_only():
@@ -81,7 +82,7 @@ def test_rows_of_ours_reach_the_spool_with_their_tokens(capture, tmp_path):
     capture.take(batch(prefix=(3, 0)), hidden + 3, [hidden + 13])  # the next chunk of the prompt
     wait_for(lambda: len(spool.list_rows(tmp_path, "eyas-a")) == 2)
     assert spool.list_rows(tmp_path, "eyas-a") == [(0, 0, 3), (0, 3, 3)]
-    rows = spool.read_rows(tmp_path, "eyas-a")[0]
+    rows = read_rows(tmp_path, "eyas-a")[0]
     assert rows.tokens.tolist() == [100, 101, 102] * 2
     assert (rows.aux[:, 0, 0].tolist(), rows.last[:, 0].tolist()) == ([10, 11, 12, 13, 14, 15], [0, 1, 2, 3, 4, 5])
     assert [path.name for path in tmp_path.iterdir()] == ["eyas-a"]
@@ -129,7 +130,7 @@ def test_a_part_is_a_safetensors_file_and_outlives_it(tmp_path, dtype):
     (file,) = (tmp_path / "eyas-a").iterdir()
     read = load_file(file)
     assert torch.equal(read["aux"], aux) and torch.equal(read["last"], last) and torch.equal(read["tokens"], tokens)
-    rows = spool.read_rows(tmp_path, "eyas-a")[2]
+    rows = read_rows(tmp_path, "eyas-a")[2]
     file.unlink()
     assert torch.equal(rows.aux, aux) and torch.equal(rows.last, last) and torch.equal(rows.tokens, tokens)
 
@@ -147,7 +148,7 @@ def test_parts_become_one_block_of_rows_whatever_their_sizes(tmp_path):
         given.append(np.empty(size, dtype=np.uint8))
         return given[-1]
 
-    ranks = spool.read_rows(tmp_path, "eyas-a", memory=memory)
+    ranks = read_rows(tmp_path, "eyas-a", memory=memory)
     for rank, sign in ((0, 1), (1, -1)):
         rows = ranks[rank]
         assert torch.equal(rows.tokens, tokens) and torch.equal(rows.aux, aux) and torch.equal(rows.last, sign * last)
@@ -179,7 +180,7 @@ def test_rows_that_are_missing_or_damaged_are_an_error(tmp_path, harm, message):
             tmp_path / "eyas-a/00000003-00000005.r0.safetensors"
         )
     with pytest.raises((ValueError, struct.error), match=message):
-        spool.read_rows(tmp_path, "eyas-a")
+        read_rows(tmp_path, "eyas-a")
 
 
 def test_memory_is_given_out_again_once_nothing_refers_to_it():
@@ -212,7 +213,7 @@ def test_kinds_of_parts_do_not_mix_and_unfinished_files_are_not_seen(tmp_path):
     spool.write_part(tmp_path, "eyas-a", start=0, rank=0, tokens=tokens, aux=states, last=None, kind=spool.FEED)
     spool.append_line(tmp_path / "eyas-a" / spool.STEPS, {"position": 9, "tokens": [1, 2]})
     (tmp_path / "eyas-a" / ".00000000-00000002.r0.safetensors.1.tmp").write_bytes(b"half")
-    assert spool.read_rows(tmp_path, "eyas-a") == {}
+    assert read_rows(tmp_path, "eyas-a") == {}
     feed = read_drafter_feed(tmp_path, "eyas-a")
     assert feed.features.shape == (2, 6) and feed.steps == [(9, [1, 2])]
     with pytest.raises(ValueError, match="no drafter feed"):
