@@ -45,18 +45,18 @@ class Rows(NamedTuple):
     last: Tensor
 
 
-Write = Callable[[Segment, Rows], None]
+Write = Callable[[Sequence[Segment], Rows], None]
 Failed = Callable[[Sequence[Segment], Exception], None]
 
 
 class Copier:
-    """Takes batches from one thread, the scheduler's, and calls `write(segment, rows)` from others.
+    """Takes batches from one thread, the scheduler's, and calls `write(segments, rows)` from others.
 
-    write   may raise: the segment is then reported
+    write   is given the rows of several segments, one after the other; may raise: they are then reported
     failed  hears of the segments that did not arrive, and why; must not raise
 
     A scheduler with nothing to do polls without a pause, and holds the interpreter while it does. Python would take it
-    away every 5 ms only, and a thread that writes needs it ten times a request: the last rows came seconds late.
+    away every 5 ms only, and a thread that writes needs it a dozen times: the last rows came seconds late.
     """
 
     def __init__(self, device: torch.device, *, write: Write, failed: Failed) -> None:
@@ -125,21 +125,11 @@ class Copier:
             try:
                 if done is not None:
                     done.synchronize()
-                offset = 0
-                for segment in piece:
-                    here = slice(offset, offset + segment.count)
-                    self._hand_over(segment, Rows(*(tensor[here] for tensor in rows)))
-                    offset += segment.count
+                self._write(piece, rows)
             except Exception as error:
                 self._failed(piece, error)
             finally:
                 self._free.put(block)
-
-    def _hand_over(self, segment: Segment, rows: Rows) -> None:
-        try:
-            self._write(segment, rows)
-        except Exception as error:
-            self._failed([segment], error)
 
 
 def _view(memory: Tensor, num_rows: int, *, num_columns: int, hidden_size: int, dtype: torch.dtype) -> Rows:

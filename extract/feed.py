@@ -42,10 +42,10 @@ def _around_prefill(original: Callable, worker: Any, batch: Any, hidden: Tensor,
         if attention_rank() == 0:
             for segment in segments_of(rids, counts, starts):
                 rows = slice(segment.first, segment.first + segment.count)
-                spool.write_part(
-                    _spool, segment.rid, start=segment.start, rank=0, kind=spool.FEED,
+                spool.write_feed(
+                    _spool, segment.rid, start=segment.start,
                     tokens=batch.input_ids[rows].to("cpu", torch.int32),  # the worker shifted them by one
-                    aux=hidden[rows, None].cpu().contiguous(), last=None,
+                    features=hidden[rows].cpu().contiguous(),
                 )  # fmt: skip
     except Exception:
         logger.exception("Eyas could not write the drafter's prefill")

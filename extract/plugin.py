@@ -12,6 +12,7 @@ body that bypasses hooks on layers; its inputs are then padded to the graph's si
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -131,7 +132,7 @@ class Capture:
         self.spool, self.layer_ids = folder, layer_ids
         self.batch: Any = None  # of the target's forward that is running
         self._copier: Copier | None = None
-        self._rank = 0
+        self._rank, self._numbers = 0, itertools.count()
 
     def prepare(self, device: torch.device) -> None:
         """Takes the memory that captured rows travel through, once the model is there and before graphs are made."""
@@ -149,14 +150,17 @@ class Capture:
                 segments = [segment for segment in segments if segment.rid.startswith(spool.ALL_RANKS_PREFIX)]
             if segments:
                 columns = columns_of(hidden, aux, num_rows=sum(counts), num_aux=len(self.layer_ids))
-                self._copier.submit(columns, batch.input_ids, segments)
+                for run in dict.fromkeys(spool.run_of(segment.rid) for segment in segments):  # one, as a rule
+                    own = [segment for segment in segments if spool.run_of(segment.rid) == run]
+                    self._copier.submit(columns, batch.input_ids, own)
         except Exception as error:
             self._report(segments, error)
 
-    def _write(self, segment: Segment, rows: Rows) -> None:
-        """In one of the copier's threads: a segment's rows, as one file of the spool."""
-        spool.write_part(
-            self.spool, segment.rid, start=segment.start, rank=self._rank, tokens=rows.tokens, aux=rows.aux, last=rows.last
+    def _write(self, segments: Sequence[Segment], rows: Rows) -> None:
+        """In one of the copier's threads: rows of several requests, as one file of the spool."""
+        whose = [(segment.rid, segment.start, segment.count) for segment in segments]
+        spool.write_piece(
+            self.spool, whose, number=next(self._numbers), rank=self._rank, tokens=rows.tokens, aux=rows.aux, last=rows.last
         )
 
     def _report(self, segments: Sequence[Segment], error: Exception) -> None:

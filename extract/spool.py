@@ -1,10 +1,11 @@
 """The spool: a folder through which the server's processes hand captured rows to the extractor.
 
     server-<pid>.json                          what one scheduler process captures, or why it cannot
-    <rid>/<start>-<stop>.r<rank>.safetensors   rows of a request: tokens [T], aux [T, A, H], last [T, H]
-    <rid>/feed-<start>-...                     what the drafter was fed with the prompt, without last; extract/feed.py
-    <rid>/steps.jsonl                          what the drafter proposed, one verified step a line
+    piece-<run>-<pid>-<number>.safetensors     rows as they were prefilled, of one request or several: tokens [N],
+                                               aux [N, A, H], last [N, H]; the metadata says whose, and from which rank
     <rid>/error.json                           why the rows of this request are not here; empty: the disk is full
+    <rid>/feed-<start>-<stop>.safetensors      what the drafter was fed with the prompt: tokens, features; extract/feed.py
+    <rid>/steps.jsonl                          what the drafter proposed, one verified step a line
 
 A file appears under its name when it is complete. Both sides import this file; it needs only torch.
 """
@@ -13,10 +14,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from torch import Tensor
 
 RID_PREFIX = "eyas-"  # requests of ours; all others pass unseen
 ALL_RANKS_PREFIX = "eyas-all-"  # of these every tensor-parallel rank writes its rows, to be compared
-FEED = "feed-"  # kind of the parts that hold what a drafter is fed: aux [T, A, H], no last
+SUFFIX = ".safetensors"
+FEED = "feed-"
 STEPS = "steps.jsonl"
 
 DTYPE_NAMES = {
@@ -34,33 +35,43 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-def write_part(
-    spool: Path,
-    rid: str,
-    *,
-    start: int,
-    rank: int,
-    tokens: Tensor,
-    aux: Tensor,
-    last: Tensor | None,
-    kind: str = "",
+def run_of(rid: str) -> str:
+    """The run that a request of ours belongs to: a piece has rows of one, and one process takes it."""
+    return rid.removeprefix(ALL_RANKS_PREFIX).removeprefix(RID_PREFIX).partition("-")[0]
+
+
+def write_piece(
+    spool: Path, segments: Sequence[Sequence], *, number: int, rank: int, tokens: Tensor, aux: Tensor, last: Tensor
 ) -> None:
-    """One part of request `rid`; tensors on the CPU, contiguous. Raises OSError if the disk is full."""
-    header: dict[str, Any] = {}
-    offset, chunks = 0, []
-    for name, tensor in (("aux", aux), ("last", last), ("tokens", tokens)):
-        if tensor is None:
-            continue
+    """Rows of requests of one run, one after the other; tensors on the CPU, contiguous. Raises OSError if the disk is full.
+
+    segments  (rid, start, count) of each: so many rows are the request's from `start`
+    number    that this process has given to no other piece
+    """
+    name = f"piece-{run_of(segments[0][0])}-{os.getpid()}-{number:09d}{SUFFIX}"
+    about = {"rank": str(rank), "segments": json.dumps([list(segment) for segment in segments])}
+    _write(str(spool), name, _file({"aux": aux, "last": last, "tokens": tokens}, about))
+
+
+def write_feed(spool: Path, rid: str, *, start: int, tokens: Tensor, features: Tensor) -> None:
+    """What a drafter is fed with rows of a prompt: tokens [T] int32, features [T, A*H]; likewise."""
+    name = f"{FEED}{start:08d}-{start + len(tokens):08d}{SUFFIX}"
+    _write(f"{spool}/{rid}", name, _file({"features": features, "tokens": tokens}, {}))
+
+
+def _file(columns: dict[str, Tensor], about: dict[str, str]) -> list[Any]:
+    """A safetensors file: what is to be written, one after the other."""
+    header: dict[str, Any] = {"__metadata__": about} if about else {}
+    offset = 0
+    for name, tensor in columns.items():
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end],
         }  # fmt: skip
-        chunks.append(_bytes(tensor))
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % 64)
-    name = part_name(start, len(tokens), rank, kind)
-    _write(f"{spool}/{rid}", name, [struct.pack("<Q", len(text)), text, *chunks])
+    return [struct.pack("<Q", len(text)) + text, *(tensor.reshape(-1).view(torch.uint8).numpy() for tensor in columns.values())]
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -74,20 +85,13 @@ def append_line(path: Path, content: Any) -> None:
         file.write(json.dumps(content).encode() + b"\n")
 
 
-def list_rows(spool: Path, rid: str, *, kind: str = "") -> list[tuple[int, int, int]]:
-    """(rank, first row, number of rows) of the parts of `rid` that are here, without reading them."""
+def pieces(spool: Path, run: str) -> list[str]:
+    """Names of the complete pieces of a run."""
+    start = f"piece-{run}-"
     try:
-        names = os.listdir(spool / rid)
+        return [name for name in os.listdir(spool) if name.startswith(start)]
     except FileNotFoundError:
         return []
-    found = [re.fullmatch(rf"{kind}(\d+)-(\d+)\.r(\d+)\.safetensors", name) for name in names]
-    rows = [[int(number) for number in match.groups()] for match in found if match]
-    return sorted((rank, start, stop - start) for start, stop, rank in rows)
-
-
-def part_name(start: int, count: int, rank: int, kind: str) -> str:
-    """Of the file with rows start .. start + count - 1 of a request."""
-    return f"{kind}{start:08d}-{start + count:08d}.r{rank}.safetensors"
 
 
 def write_error(spool: Path, rid: str, reason: str) -> None:
@@ -109,22 +113,16 @@ def read_error(spool: Path, rid: str) -> str | None:
 
 
 def forget(spool: Path, rids: Iterable[str]) -> None:
-    """Empties the spool of these requests."""
+    """Empties the spool of what is said of these requests."""
     for rid in rids:
-        folder = f"{spool}/{rid}"
-        try:
-            for name in os.listdir(folder):
-                os.unlink(f"{folder}/{name}")
-            os.rmdir(folder)
-        except OSError:  # it is not there, or something comes in
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(spool / rid, ignore_errors=True)
 
 
 def empty(spool: Path) -> None:
     """Removes what a killed run has left; whatever else the folder holds is not ours."""
     for path in spool.glob(f"{RID_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in spool.glob("server-*.json"):
+    for path in (*spool.glob("server-*.json"), *spool.glob("piece-*"), *spool.glob(".piece-*.tmp")):
         path.unlink(missing_ok=True)
 
 
@@ -148,11 +146,6 @@ def _write(folder: str, name: str, chunks: list[Any]) -> None:
     except OSError:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """Of a contiguous tensor on the CPU, without a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def left_of(views: list[memoryview], count: int) -> list[memoryview]:

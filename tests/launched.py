@@ -33,19 +33,22 @@ def options(shards: Path, out: Path, target, **changes: object) -> list[str]:
     return [f"{name}={value}" for name, value in chosen.items()]
 
 
-def environment() -> dict[str, str]:
-    """Two processes do not share a GPU: NCCL refuses it. Where there is only one, they run on the CPU."""
-    gpus = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() == 1 else {}
-    return {**os.environ, "OMP_NUM_THREADS": "1", **gpus}
+def environment(machine: int | None = None) -> dict[str, str]:
+    """Two processes of a machine do not share a GPU: NCCL refuses it. Where there is only one, they run on the CPU.
+
+    machine  the number of one that stands for a machine of its own: NCCL believes it, and the GPU is shared
+    """
+    one_gpu = {"CUDA_VISIBLE_DEVICES": ""} if machine is None else {"NCCL_HOSTID": f"machine-{machine}"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **(one_gpu if torch.cuda.device_count() == 1 else {})}
 
 
 class Started(subprocess.Popen):
     """A command in a process group of its own. It prints to a file: a pipe that nobody reads fills up and stops it."""
 
-    def __init__(self, command: list[str]):
+    def __init__(self, command: list[str], *, machine: int | None = None):
         self.file = tempfile.NamedTemporaryFile("a", prefix="printed-")
         super().__init__(
-            command, cwd=ROOT, env=environment(), stdout=self.file, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, env=environment(machine), stdout=self.file, stderr=subprocess.STDOUT, start_new_session=True
         )
 
     def printed(self) -> str:

@@ -42,11 +42,16 @@ class Arrived:
     def __init__(self, *, seconds: float = 0.0) -> None:
         self.rows, self.failed, self._seconds = {}, [], seconds
 
-    def write(self, segment, rows):
+    def write(self, segments, rows):
         time.sleep(self._seconds)
-        if segment.rid == "bad":
+        if any(segment.rid == "bad" for segment in segments):
             raise OSError("no")
-        self.rows[segment.rid, segment.start] = [tensor.clone() for tensor in rows]
+        first = 0
+        for segment in segments:
+            here = slice(first, first + segment.count)
+            self.rows[segment.rid, segment.start] = [tensor[here].clone() for tensor in rows]
+            first += segment.count
+        assert first == len(rows.tokens)
 
     def fail(self, segments, error):
         self.failed += [(segment.rid, type(error)) for segment in segments]
@@ -88,8 +93,8 @@ def test_rows_arrive_as_they_were_when_submitted_though_the_next_forward_overwri
         assert all(torch.equal(found, wanted) for found, wanted in zip(arrived.rows[key], rows)), key
 
 
-def test_a_segment_that_cannot_be_written_is_reported_and_its_neighbours_arrive(monkeypatch):
-    monkeypatch.setattr(copier, "BLOCK_BYTES", 4096)
+def test_a_piece_that_cannot_be_written_is_reported_and_its_neighbours_arrive(monkeypatch):
+    monkeypatch.setattr(copier, "BLOCK_BYTES", 2 * ROW_BYTES + 8)  # a segment each
     arrived = Arrived()
     way = Copier(CPU, write=arrived.write, failed=arrived.fail)
     columns, tokens = batch_of(6, seed=0)
@@ -121,21 +126,24 @@ def test_a_forward_waits_for_a_slow_disk_and_gives_up_before_the_servers_watchdo
 
 
 def test_rows_come_soon_though_the_scheduler_polls_and_never_pauses(tmp_path, monkeypatch):
-    """As SGLang's does when it has nothing to do. With Python's own interval these took more than ten seconds."""
-    interval = sys.getswitchinterval()
+    """As SGLang's does when it has nothing to do. With Python's own interval these took four seconds."""
+    monkeypatch.setattr(copier, "BLOCK_BYTES", ROW_BYTES + 8)
+    interval, written = sys.getswitchinterval(), []
     try:
 
-        def write(segment, rows):
-            spool.write_part(tmp_path, segment.rid, start=0, rank=0, tokens=rows.tokens, aux=rows.aux, last=rows.last)
-            written.append(segment.rid)
+        def write(segments, rows):
+            whose = [(segment.rid, segment.start, segment.count) for segment in segments]
+            number = int(segments[0].rid.rpartition("-")[2])
+            spool.write_piece(tmp_path, whose, number=number, rank=0, tokens=rows.tokens, aux=rows.aux, last=rows.last)
+            written.append(segments[0].rid)
 
-        written: list[str] = []
         way = Copier(CPU, write=write, failed=lambda segments, error: written.append(repr(error)))
         columns, tokens = batch_of(400, seed=0)
         began = time.monotonic()
-        way.submit(columns, tokens, [Segment(f"eyas-{i}", i, 1, 0) for i in range(400)])
-        while len(written) < 400:
-            assert time.monotonic() < began + 10
-        assert sorted(written) == sorted(f"eyas-{i}" for i in range(400))
+        for first in range(0, 400, 8):
+            way.submit(columns, tokens, [Segment(f"eyas-run-{i}", i, 1, 0) for i in range(first, first + 8)])
+            while len(written) < first + 8:
+                assert time.monotonic() < began + 2
+        assert sorted(written) == sorted(f"eyas-run-{i}" for i in range(400)) and len(spool.pieces(tmp_path, "run")) == 400
     finally:
         sys.setswitchinterval(interval)

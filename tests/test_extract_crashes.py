@@ -47,24 +47,26 @@ asked, (told_read, told) = os.pipe(), os.pipe()
 scheduler = os.fork()
 if scheduler == 0:
     os.close(asked[1])
+    number = 0
     for line in os.fdopen(asked[0]):
         rid, tokens = json.loads(line)
-        folder, middle = spool / rid, len(tokens) // 2
-        folder.mkdir()
+        middle = len(tokens) // 2
         for start, part in ((middle, tokens[middle:]), (0, tokens[:middle])):
             if not part:
                 continue
             columns = [array.array("f", [t + 1000 * c for t in part for c in cs for _ in range({hidden})]) for cs in ((0, 1), (2,))]
             content = [*(c.tobytes() for c in columns), array.array("i", part).tobytes()]
-            header, at = {{}}, 0
+            header = {{"__metadata__": {{"rank": "0", "segments": json.dumps([[rid, start, len(part)]])}}}}
+            at = 0
             for name, dtype, shape, data in zip(("aux", "last", "tokens"), ("F32", "F32", "I32"),
                                                 ([len(part), 2, {hidden}], [len(part), {hidden}], [len(part)]), content):
                 header[name] = {{"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}}
                 at += len(data)
             text = json.dumps(header).encode()
             text += b" " * (-(len(text) + 8) % 64)
-            file = folder / f"{{start:08d}}-{{start + len(part):08d}}.r0.safetensors"
-            temporary = folder / f".{{file.name}}.tmp"
+            number += 1
+            file = spool / f"piece-{{rid.split('-')[1]}}-{{os.getpid()}}-{{number:09d}}.safetensors"
+            temporary = spool / f".{{file.name}}.tmp"
             temporary.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(content))
             temporary.rename(file)
         os.write(told, (rid + "\\n").encode())
@@ -224,4 +226,4 @@ def test_thirty_kills_at_random_moments_cost_no_record_and_leave_nothing(tiny_ll
         assert record.aux[:, :, 3].tolist() == [[t, t + 1000] for t in prompt.tokens.tolist()]
         assert record.last[:, 0].tolist() == [t + 2000 for t in prompt.tokens.tolist()]
     assert [path.name for path in out.rglob("*") if ".tmp" in path.name] == []
-    assert [path for path in (out / "spool").iterdir() if path.is_dir()] == []
+    assert [path for path in (out / "spool").iterdir() if path.is_dir() or path.name.startswith("piece-")] == []

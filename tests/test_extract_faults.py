@@ -30,11 +30,11 @@ import errno, itertools, os, random, torch
 from extract import plugin, spool
 
 dice, did = random.Random(0), open(os.path.join(os.path.dirname(__file__), "did.txt"), "a", buffering=1)
-write_part, columns_of = spool.write_part, plugin.columns_of
+write_piece, columns_of = spool.write_piece, plugin.columns_of
 ways = itertools.cycle(["no space", "a bug", "other tokens", "not finite", "rows lost", "rows twice"])
 
 def fault(names):
-    name = next(names) if dice.random() < 0.1 else None
+    name = next(names) if dice.random() < 0.25 else None
     if name:
         print(name, file=did)
     return name
@@ -44,8 +44,9 @@ def bad_columns(hidden, aux, **options):
         raise RuntimeError("injected: no columns")
     return columns_of(hidden, aux, **options)
 
-def bad_write(folder, rid, *, start, rank, tokens, aux, last, kind=""):
+def bad_write(folder, segments, *, number, rank, tokens, aux, last):
     name = fault(ways)
+    segments = [tuple(segment) for segment in segments]
     if name == "no space":
         raise OSError(errno.ENOSPC, "injected: no space left")
     if name == "a bug":
@@ -56,15 +57,18 @@ def bad_write(folder, rid, *, start, rank, tokens, aux, last, kind=""):
         aux = aux.clone()
         aux[-1, 0, 0] = float("nan")
     if name == "rows lost":
-        if len(tokens) == 1:
-            return
+        rid, start, count = segments.pop()
+        segments += [(rid, start, count - 1)] if count > 1 else []
         tokens, aux, last = tokens[:-1], aux[:-1], last[:-1]
+        if not segments:
+            return
     if name == "rows twice":
-        write_part(folder, rid, start=start + 1, rank=rank, tokens=tokens, aux=aux, last=last, kind=kind)
-    write_part(folder, rid, start=start, rank=rank, tokens=tokens, aux=aux, last=last, kind=kind)
+        shifted = [(rid, start + 1, count) for rid, start, count in segments]
+        write_piece(folder, shifted, number=number + 10**8, rank=rank, tokens=tokens, aux=aux, last=last)
+    write_piece(folder, segments, number=number, rank=rank, tokens=tokens, aux=aux, last=last)
 
 def register():
-    plugin.columns_of, spool.write_part = bad_columns, bad_write
+    plugin.columns_of, spool.write_piece = bad_columns, bad_write
 '''
 
 
@@ -174,21 +178,21 @@ def test_a_spool_that_stays_full_ends_the_run_soon_and_keeps_what_has_come(tmp_p
     monkeypatch.setattr(groups, "RETRY_SECONDS", 0.0)
     out, rows = tmp_path / "shards", sink_test.prompts(300)
     with sink_test.StandIn(tmp_path / "spool", lambda name, attempt: "fine") as server:
-        asked, write_part = [], sink_test.spool.write_part
+        asked, write_piece = [], sink_test.spool.write_piece
 
-        def no_room(folder, rid, **columns):
-            asked.append(rid)
+        def no_room(folder, segments, **columns):
+            asked.append(rid := segments[0][0])
             if len(set(asked)) > 100:
                 sink_test.spool.write_error(folder, rid, "OSError: [Errno 28] No space left on device")
             else:
-                write_part(folder, rid, **columns)
+                write_piece(folder, segments, **columns)
 
-        monkeypatch.setattr(sink_test.spool, "write_part", no_room)
+        monkeypatch.setattr(sink_test.spool, "write_piece", no_room)
         with pytest.raises(ValueError, match="64 prompts in a row could not be captured, the last 3 times: .*No space left") as error:
             sink_test.run(server, out, rows, in_flight_bytes=20_000)
         assert "set server.spool= to a larger disk" in str(error.value) and "the same command continues" in str(error.value)
         assert len(server.asked) < 100 + 3 * (64 + 64), "the rest is not asked"
         kept = len(finished_ids(out))
         assert 30 <= kept <= 100
-        monkeypatch.setattr(sink_test.spool, "write_part", write_part)
+        monkeypatch.setattr(sink_test.spool, "write_piece", write_piece)
         assert sink_test.run(server, out, rows).records == 300 - kept

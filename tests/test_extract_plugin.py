@@ -7,6 +7,7 @@ import json
 import os
 import struct
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from extract import copier, plugin, spool
 from extract.fetch import read_drafter_feed
 from extract.memory import Memory, _class_of
-from extract.rows import read_rows
+from extract.rows import Piece, read_piece
 
 
 def test_segments_follow_the_order_of_the_batch_and_are_ours_only():
@@ -76,16 +77,31 @@ def wait_for(found):
     return found()
 
 
+def pieces(folder: Path, run: str) -> list[Piece]:
+    return [read_piece(folder / name, memory=Memory().take) for name in sorted(spool.pieces(folder, run))]
+
+
 def test_rows_of_ours_reach_the_spool_with_their_tokens(capture, tmp_path):
     hidden = torch.arange(5.0)[:, None].expand(5, 4)
-    capture.take(batch(), hidden, [hidden + 10])
-    capture.take(batch(prefix=(3, 0)), hidden + 3, [hidden + 13])  # the next chunk of the prompt
-    wait_for(lambda: len(spool.list_rows(tmp_path, "eyas-a")) == 2)
-    assert spool.list_rows(tmp_path, "eyas-a") == [(0, 0, 3), (0, 3, 3)]
-    rows = read_rows(tmp_path, "eyas-a")[0]
-    assert rows.tokens.tolist() == [100, 101, 102] * 2
-    assert (rows.aux[:, 0, 0].tolist(), rows.last[:, 0].tolist()) == ([10, 11, 12, 13, 14, 15], [0, 1, 2, 3, 4, 5])
-    assert [path.name for path in tmp_path.iterdir()] == ["eyas-a"]
+    capture.take(batch(prefix=(7, 0)), hidden, [hidden + 10])
+    (piece,) = wait_for(lambda: pieces(tmp_path, "a"))
+    (rows,) = piece.segments
+    assert (piece.rank, rows.rid, rows.start, rows.tokens.tolist(), rows.finite) == (0, "eyas-a", 7, [100, 101, 102], True)
+    assert (rows.aux[:, 0, 0].tolist(), rows.last[:, 0].tolist()) == ([10, 11, 12], [0, 1, 2])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_is_prefilled_together_is_a_piece_for_each_run_that_asked(capture, tmp_path):
+    """Two extractors may ask the same server; each takes its own pieces out of the spool."""
+    hidden = torch.arange(5.0)[:, None].expand(5, 4)
+    capture.take(batch(rids=("eyas-a-1", "eyas-b-1")), hidden, [hidden])
+    capture.take(batch(rids=("eyas-a-2", "eyas-a-3")), hidden, [hidden])
+    wait_for(lambda: len(list(tmp_path.iterdir())) == 3)
+    found = [[(rows.rid, rows.tokens.tolist()) for rows in piece.segments] for piece in pieces(tmp_path, "a")]
+    assert sorted(found) == [
+        [("eyas-a-1", [100, 101, 102])], [("eyas-a-2", [100, 101, 102]), ("eyas-a-3", [103, 104])],
+    ]  # fmt: skip
+    assert [[rows.rid for rows in piece.segments] for piece in pieces(tmp_path, "b")] == [["eyas-b-1"]]
 
 
 @pytest.mark.parametrize("mode", ["DECODE", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"])
@@ -107,7 +123,7 @@ def test_a_full_disk_is_told_to_the_requests_it_concerns(capture, tmp_path, monk
     monkeypatch.setattr(spool.os, "replace", full)
     capture.take(batch(), torch.zeros(5, 4), [torch.zeros(5, 4)])
     assert wait_for(lambda: spool.read_error(tmp_path, "eyas-a")) == f"there is no room in {tmp_path}"
-    assert [path.name for path in (tmp_path / "eyas-a").iterdir()] == ["error.json"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["eyas-a", "error.json"]
 
 
 def test_an_error_that_cannot_even_be_told_is_not_raised(capture, tmp_path):
@@ -118,69 +134,69 @@ def test_an_error_that_cannot_even_be_told_is_not_raised(capture, tmp_path):
 def test_other_ranks_write_only_where_ranks_are_compared(tmp_path, monkeypatch):
     capture = prepared(tmp_path, monkeypatch, rank=1)
     capture.take(batch(rids=("eyas-a", "eyas-all-b")), torch.zeros(5, 4), [torch.zeros(5, 4)])
-    assert wait_for(lambda: spool.list_rows(tmp_path, "eyas-all-b")) == [(1, 0, 2)]
-    assert [path.name for path in tmp_path.iterdir()] == ["eyas-all-b"]
+    (piece,) = wait_for(lambda: pieces(tmp_path, "b"))
+    assert piece.rank == 1 and [(rows.rid, rows.start, len(rows.tokens)) for rows in piece.segments] == [("eyas-all-b", 0, 2)]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def a_piece(folder: Path, *, dtype: torch.dtype = torch.float32, run: str = "r") -> tuple[Path, list[torch.Tensor]]:
+    """Rows 0 .. 2 of one request and 5 .. 8 of another: the file, and its tokens, aux and last."""
+    generator = torch.Generator().manual_seed(0)
+    aux, last = (torch.randn(7, *shape, generator=generator).to(dtype) for shape in ((2, 5), (5,)))
+    tokens = torch.arange(7, dtype=torch.int32)
+    whose = [(f"eyas-{run}-1", 0, 3), (f"eyas-{run}-2", 5, 4)]
+    spool.write_piece(folder, whose, number=0, rank=2, tokens=tokens, aux=aux, last=last)
+    return folder / spool.pieces(folder, run)[0], [tokens, aux, last]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_part_is_a_safetensors_file_and_outlives_it(tmp_path, dtype):
-    aux, last = torch.randn(3, 2, 4).to(dtype), torch.randn(3, 4).to(dtype)
-    tokens = torch.tensor([5, 6, 7], dtype=torch.int32)
-    spool.write_part(tmp_path, "eyas-a", start=0, rank=2, tokens=tokens, aux=aux, last=last)
-    (file,) = (tmp_path / "eyas-a").iterdir()
+def test_a_piece_is_a_safetensors_file_and_outlives_it(tmp_path, dtype):
+    file, (tokens, aux, last) = a_piece(tmp_path, dtype=dtype)
     read = load_file(file)
     assert torch.equal(read["aux"], aux) and torch.equal(read["last"], last) and torch.equal(read["tokens"], tokens)
-    rows = read_rows(tmp_path, "eyas-a")[2]
+    memory = Memory()
+    piece = read_piece(file, memory=memory.take)
     file.unlink()
-    assert torch.equal(rows.aux, aux) and torch.equal(rows.last, last) and torch.equal(rows.tokens, tokens)
+    assert piece.rank == 2 and [(rows.rid, rows.start, rows.finite) for rows in piece.segments] == [
+        ("eyas-r-1", 0, True), ("eyas-r-2", 5, True),
+    ]  # fmt: skip
+    for rows, here in zip(piece.segments, (slice(0, 3), slice(3, 7))):
+        assert torch.equal(rows.tokens, tokens[here]) and torch.equal(rows.aux, aux[here]) and torch.equal(rows.last, last[here])
 
 
-def test_parts_become_one_block_of_rows_whatever_their_sizes(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    aux, last = torch.randn(23, 2, 5, generator=generator).bfloat16(), torch.randn(23, 5, generator=generator).bfloat16()
-    tokens, given = torch.arange(23, dtype=torch.int32), []
-    for start, stop in ((0, 1), (1, 8), (8, 23)):
-        part = {"tokens": tokens[start:stop], "aux": aux[start:stop], "last": last[start:stop]}
-        spool.write_part(tmp_path, "eyas-a", start=start, rank=0, **part)
-        spool.write_part(tmp_path, "eyas-a", start=start, rank=1, **{**part, "last": -part["last"]})
+def test_of_a_piece_that_nobody_wants_no_row_is_read(tmp_path):
+    file, _ = a_piece(tmp_path)
 
     def memory(size: int) -> np.ndarray:
-        given.append(np.empty(size, dtype=np.uint8))
-        return given[-1]
+        raise AssertionError("nothing is to be read")
 
-    ranks = read_rows(tmp_path, "eyas-a", memory=memory)
-    for rank, sign in ((0, 1), (1, -1)):
-        rows = ranks[rank]
-        assert torch.equal(rows.tokens, tokens) and torch.equal(rows.aux, aux) and torch.equal(rows.last, sign * last)
-        assert rows.aux.data_ptr() == given[rank].ctypes.data  # nothing was copied
-    assert len(given) == 2
+    assert read_piece(file, memory=memory, wanted=lambda rid: rid == "eyas-r-3") is None
 
 
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (lambda folder: (folder / "00000002-00000004.r0.safetensors").unlink(), "rows 2 .. 3 are missing"),
-        (lambda folder: (folder / "00000000-00000002.r0.safetensors").unlink(), "rows 0 .. 1 are missing"),
-        (lambda folder: os.truncate(folder / "00000004-00000006.r0.safetensors", 300), "ends before its rows do"),
-        (lambda folder: os.truncate(folder / "00000000-00000002.r0.safetensors", 5), "8 bytes"),
-        (
-            lambda folder: (folder / "00000002-00000004.r0.safetensors").rename(folder / "00000002-00000003.r0.safetensors"),
-            "00000002-00000003.r0.safetensors holds",
-        ),
-    ],
-)
-def test_rows_that_are_missing_or_damaged_are_an_error(tmp_path, harm, message):
-    for start in (0, 2, 4):
-        states = torch.zeros(2, 1, 6)
-        tokens = torch.zeros(2, dtype=torch.int32)
-        spool.write_part(tmp_path, "eyas-a", start=start, rank=0, tokens=tokens, aux=states, last=states[:, 0])
-    harm(tmp_path / "eyas-a")
-    if "holds" in message:  # the name says one row less than it has, and the next one begins there
-        (tmp_path / "eyas-a/00000004-00000006.r0.safetensors").rename(
-            tmp_path / "eyas-a/00000003-00000005.r0.safetensors"
-        )
+def test_of_a_piece_only_the_requests_with_a_value_that_is_not_finite_are_said_to_have_one(tmp_path):
+    states = torch.zeros(4, 1, 6)
+    states[2, 0, 3] = float("nan")
+    whose = [("eyas-r-1", 0, 2), ("eyas-r-2", 0, 1), ("eyas-r-3", 0, 1)]
+    tokens = torch.zeros(4, dtype=torch.int32)
+    spool.write_piece(tmp_path, whose, number=0, rank=0, tokens=tokens, aux=states, last=torch.zeros(4, 6))
+    piece = read_piece(tmp_path / spool.pieces(tmp_path, "r")[0], memory=Memory().take)
+    assert [rows.finite for rows in piece.segments] == [True, False, True]
+
+
+@pytest.mark.parametrize(("size", "message"), [(5, "8 bytes"), (200, "line 1 column"), (-1, "ends before its rows do")])
+def test_a_piece_that_is_cut_off_is_an_error(tmp_path, size, message):
+    file, _ = a_piece(tmp_path)
+    os.truncate(file, size if size > 0 else file.stat().st_size + size)
     with pytest.raises((ValueError, struct.error), match=message):
-        read_rows(tmp_path, "eyas-a")
+        read_piece(file, memory=Memory().take)
+
+
+def test_a_header_may_be_longer_than_most(tmp_path):
+    whose = [(f"eyas-r-{i:032d}", 0, 1) for i in range(300)]
+    states, tokens = torch.randn(300, 1, 2), torch.arange(300, dtype=torch.int32)
+    spool.write_piece(tmp_path, whose, number=0, rank=0, tokens=tokens, aux=states, last=states[:, 0].contiguous())
+    piece = read_piece(tmp_path / spool.pieces(tmp_path, "r")[0], memory=Memory().take)
+    assert [(rows.rid, rows.start, int(rows.tokens)) for rows in piece.segments] == [(rid, 0, i) for i, (rid, _, _) in enumerate(whose)]
 
 
 def test_memory_is_given_out_again_once_nothing_refers_to_it():
@@ -208,14 +224,14 @@ def test_memory_is_rounded_up_by_little(size):
     assert _class_of(_class_of(size)) == _class_of(size)
 
 
-def test_kinds_of_parts_do_not_mix_and_unfinished_files_are_not_seen(tmp_path):
-    tokens, states = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, 6)
-    spool.write_part(tmp_path, "eyas-a", start=0, rank=0, tokens=tokens, aux=states, last=None, kind=spool.FEED)
+def test_what_a_drafter_was_fed_is_read_in_the_prompts_order(tmp_path):
+    tokens, features = torch.arange(5, dtype=torch.int32), torch.randn(5, 6)
+    for rows in (slice(2, 5), slice(0, 2)):
+        spool.write_feed(tmp_path, "eyas-a", start=rows.start, tokens=tokens[rows], features=features[rows])
     spool.append_line(tmp_path / "eyas-a" / spool.STEPS, {"position": 9, "tokens": [1, 2]})
-    (tmp_path / "eyas-a" / ".00000000-00000002.r0.safetensors.1.tmp").write_bytes(b"half")
-    assert read_rows(tmp_path, "eyas-a") == {}
+    (tmp_path / "eyas-a" / ".feed-00000005-00000006.safetensors.1.tmp").write_bytes(b"half")
     feed = read_drafter_feed(tmp_path, "eyas-a")
-    assert feed.features.shape == (2, 6) and feed.steps == [(9, [1, 2])]
+    assert torch.equal(feed.features, features) and torch.equal(feed.tokens, tokens) and feed.steps == [(9, [1, 2])]
     with pytest.raises(ValueError, match="no drafter feed"):
         read_drafter_feed(tmp_path, "eyas-b")
 
@@ -237,6 +253,8 @@ def test_outside_a_scheduler_nothing_is_hooked(monkeypatch):
 def test_emptying_the_spool_leaves_what_is_not_ours(tmp_path):
     spool.append_line(tmp_path / "eyas-a" / spool.STEPS, {})
     spool.write_json(tmp_path / "server-7.json", {})
+    a_piece(tmp_path)
+    (tmp_path / ".piece-r-1-000000007.safetensors.1.tmp").write_bytes(b"half")
     (tmp_path / "holiday").mkdir()
     (tmp_path / "letter.txt").write_text("dear")
     spool.empty(tmp_path)

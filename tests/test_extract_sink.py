@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ class StandIn:
         self.state_bytes, self.behaviour = 4, behaviour
         self.asked: list[str] = []
         self.bytes_out = self.most_bytes_out = self.most_together = 0
-        self._ready = threading.Event()
+        self._ready, self._numbers = threading.Event(), itertools.count()
 
     def failure(self, what: str, *, cure: str) -> ValueError:
         return ValueError(f"{what}: {cure}")
@@ -113,10 +114,10 @@ class StandIn:
         half = len(tokens) // 2  # as a chunked prefill, the later chunk first
         for rows in (slice(half, None), slice(0, half)):
             if len(tokens[rows]) and not (how == "loses" and rows.start == 0):
-                spool.write_part(
+                spool.write_piece(
                     self.capturing.spool,
-                    rid,
-                    start=rows.start,
+                    [(rid, rows.start, len(tokens[rows]))],
+                    number=next(self._numbers),
                     rank=0,
                     tokens=echoed[rows],
                     aux=states[rows, :-1].contiguous(),
