@@ -65,7 +65,7 @@ def attention_rank() -> int:
 def _after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     if getattr(runner, "is_draft_worker", False):
         return
-    about: dict[str, Any] = {"pid": os.getpid(), "layer_ids": _capture.layer_ids}
+    about: dict[str, Any] = {"pid": os.getpid(), "layer_ids": _capture.layer_ids, "format": spool.FORMAT}
     try:
         import sglang
 

@@ -24,7 +24,7 @@ from extract.command import Capturing, Drafting, Installation, check_version, co
 from extract.command import installation
 from extract.config import EngineConfig, ServerConfig
 from extract.readiness import Watch, cure_of
-from extract.spool import empty
+from extract.spool import FORMAT, empty
 
 POLL_SECONDS = 0.2
 HEALTH_SECONDS = 30.0  # longest wait for /health, which SGLang answers after 20 s where its scheduler does not
@@ -262,6 +262,8 @@ class Server:
         if not said:
             raise self.failure(f"the server at {self.url} does not capture into {spool}", cure=cure)
         for about in said:
+            if about.get("format") != FORMAT:
+                raise ValueError(f"another version of Eyas has started the server at {self.url}: stop it, and {cure}")
             if "error" in about:
                 raise self.failure(f"SGLang cannot capture from this model ({about['error']})", cure="see the log")
             if about["layer_ids"] != self.capturing.layer_ids:

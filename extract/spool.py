@@ -25,6 +25,7 @@ from torch import Tensor
 
 RID_PREFIX = "eyas-"  # requests of ours; all others pass unseen
 ALL_RANKS_PREFIX = "eyas-all-"  # of these every tensor-parallel rank writes its rows, to be compared
+FORMAT = 2  # of these files; a server that another version of Eyas has started writes others
 SUFFIX = ".safetensors"
 FEED = "feed-"
 STEPS = "steps.jsonl"

@@ -25,6 +25,7 @@ import psutil
 from data.prompts import Prompt
 from data.schema import Provenance
 from data.shards import ShardReader
+from extract.spool import FORMAT
 from launch.verify import verify
 from tests.targets import engine_config, server_config
 
@@ -99,7 +100,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer([{{"output_ids": [], "meta_info": {{"finish_reason": {{"type": "length", "length": 0}}}}}} for _ in said["rid"]])
     def log_message(self, *arguments):
         pass
-about = {{"layer_ids": layer_ids, "rank": 0, "dtype": "float32", "pid": scheduler}}
+about = {{"layer_ids": layer_ids, "rank": 0, "dtype": "float32", "pid": scheduler, "format": {format}}}
 (spool / "server-1.json").write_text(json.dumps(about))
 http.server.ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
 '''
@@ -172,7 +173,7 @@ def test_thirty_kills_at_random_moments_cost_no_record_and_leave_nothing(tiny_ll
     dice, out, log = random.Random(seed), tmp_path / "shards", tmp_path / "log.txt"
     out.mkdir()
     python = tmp_path / "python"
-    python.write_text(STAND_IN.format(python=sys.executable, hidden=HIDDEN))
+    python.write_text(STAND_IN.format(python=sys.executable, hidden=HIDDEN, format=FORMAT))
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["tests.test_extract_crashes", "extract.sink", "extract.server"])

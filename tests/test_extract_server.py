@@ -20,6 +20,7 @@ import extract.server as server_module
 from extract.command import Capturing, Drafting, command, install_plugin, installation
 from extract.readiness import loading_progress
 from extract.server import Server, version_at
+from extract.spool import FORMAT
 from tests.targets import ROOT, engine_config, server_config
 
 STAND_IN = '''\
@@ -76,7 +77,7 @@ def stand_still():
 asked = json.loads(os.environ.get("EYAS_CAPTURE", "null"))
 if asked and state != "no_plugin":
     ids = [7] if state == "other_ids" else asked["layer_ids"]
-    said = {{"layer_ids": ids, "rank": 0, "dtype": "bfloat16"}}
+    said = {{"layer_ids": ids, "rank": 0, "dtype": "bfloat16", "format": 1 if state == "old_plugin" else {format}}}
     if state == "cannot":
         said["error"] = "AttributeError: no set_eagle3_layers_to_capture"
     (pathlib.Path(asked["spool"]) / "server-1.json").write_text(json.dumps(said))
@@ -88,7 +89,7 @@ http.server.HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_for
 def stand_in(tmp_path):
     def make(state: str) -> str:
         file = tmp_path / state
-        file.write_text(STAND_IN.format(python=sys.executable))
+        file.write_text(STAND_IN.format(python=sys.executable, format=FORMAT))
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
         return str(file)
 
@@ -264,6 +265,7 @@ def test_a_server_of_another_model_is_refused_naming_both(stand_in, tiny_llama, 
     ("state", "words"),
     [
         ("no_plugin", "does not capture into"),
+        ("old_plugin", "another version of Eyas has started the server at .*: stop it, and start it with the command"),
         ("cannot", "no set_eagle3_layers_to_capture"),
         ("other_ids", r"captures layer ids \[7\], this run needs \[1, 2, 4\]"),
     ],
