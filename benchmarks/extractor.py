@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import argparse
 import asyncio
+import functools
 import itertools
 import json
 import multiprocessing
@@ -41,20 +42,16 @@ NUM_BOUNDARIES = 3
 
 def write(folder: Path, prompts: list[tuple[str, list[int]]], number: int, hidden: int) -> None:
     """In a process of the stand-in: a piece, as the plugin writes it."""
-    tokens = torch.tensor([token for _, tokens in prompts for token in tokens], dtype=torch.int32)
-    aux, last = _states(len(tokens), hidden)
-    whose = [(rid, 0, len(tokens)) for rid, tokens in prompts]
+    tokens = torch.tensor(list(itertools.chain.from_iterable(ids for _, ids in prompts)), dtype=torch.int32)
+    aux, last = states(len(tokens), hidden)
+    whose = [(rid, 0, len(ids)) for rid, ids in prompts]
     spool.write_piece(folder, whose, number=number, rank=0, tokens=tokens, aux=aux, last=last)
 
 
-_states_of: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-
-def _states(count: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if (count, hidden) not in _states_of:
-        aux, last = torch.randn(count, NUM_BOUNDARIES, hidden), torch.randn(count, hidden)
-        _states_of[count, hidden] = aux.bfloat16(), last.bfloat16()
-    return _states_of[count, hidden]
+@functools.cache
+def states(count: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """aux [count, NUM_BOUNDARIES, hidden] and last [count, hidden] in bfloat16, random."""
+    return torch.randn(count, NUM_BOUNDARIES, hidden).bfloat16(), torch.randn(count, hidden).bfloat16()
 
 
 def serve(folder: Path, hidden: int, processes: int, told: Connection) -> None:
