@@ -93,7 +93,7 @@ class Arrivals:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         finally:
-            for name in spool.pieces(self._folder, RUN):
+            for name in set(spool.pieces(self._folder, RUN)) - self._reading.keys():
                 (self._folder / name).unlink(missing_ok=True)
 
     async def _hand_out(self, name: str) -> None:
@@ -109,7 +109,7 @@ class Arrivals:
         """In a thread: the piece, which is not in the spool any more; None if it is of no use."""
         try:
             piece = read_piece(path, memory=_MEMORY.take, wanted=self._awaited.__contains__)
-        except (OSError, ValueError, KeyError, struct.error) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, struct.error) as error:
             logger.warning("%s cannot be read: %s", path, error)  # those who wait for it ask again
             piece = None
         path.unlink(missing_ok=True)
