@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import random
 import socket
 from pathlib import Path
 from typing import IO
 
+PORTS = range(20_000, 32_000)  # below those that outgoing connections are given
+DERIVED_PORTS = range(233, 265)  # with data parallelism SGLang takes some of the port + these, without a look
+TRIES = 200
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system that knows no locks says
 
 
@@ -31,10 +35,20 @@ def claim_folder(folder: Path, *, cure: str) -> IO[str]:
 
 
 def free_port(host: str) -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return found.getsockname()[1]
+    """A port that nothing listens on, nor on those that SGLang takes with it. Raises ValueError if there is none."""
+    for port in random.sample(PORTS, TRIES):
+        if all(_is_free(host, one) for one in (port, *(port + derived for derived in DERIVED_PORTS))):
+            return port
+    raise ValueError(f"{host} has no free port in {PORTS.start} .. {PORTS.stop - 1}: set server.port=")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as tried:
+        try:
+            tried.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def check_port(host: str, port: int) -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 import extract.server as server_module
+from extract import claims
 from extract.command import Capturing, Drafting, command, install_plugin, installation
 from extract.readiness import loading_progress
 from extract.server import Server, version_at
@@ -284,6 +285,20 @@ def test_a_port_in_use_is_refused_before_anything_starts(stand_in, tiny_llama, t
         message = refused(stand_in("ready"), tiny_llama, tmp_path, port=port)
     assert f"port {port} of 127.0.0.1" in message and "server.port=0" in message
     assert not (tmp_path / "out").exists()
+
+
+def test_a_free_port_has_the_ports_free_that_sglang_takes_with_it(monkeypatch):
+    with socket.socket() as other, socket.socket() as derived:
+        other.bind(("127.0.0.1", 0))
+        derived.bind(("127.0.0.1", 0))
+        taken, beside = other.getsockname()[1], derived.getsockname()[1] - claims.DERIVED_PORTS[1]
+        good = claims.free_port("127.0.0.1")
+        assert good in claims.PORTS
+        monkeypatch.setattr(claims.random, "sample", lambda ports, count: [taken, beside, good])
+        assert claims.free_port("127.0.0.1") == good
+        monkeypatch.setattr(claims.random, "sample", lambda ports, count: [taken, beside])
+        with pytest.raises(ValueError, match="no free port in 20000 .. 31999: set server.port="):
+            claims.free_port("127.0.0.1")
 
 
 def test_attaching_to_nothing_is_refused(tiny_llama, tmp_path):
