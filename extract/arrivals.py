@@ -34,13 +34,13 @@ class Awaited:
     def __init__(self, num_tokens: int, *, num_ranks: int) -> None:
         self.here = asyncio.get_running_loop().create_future()
         self.sizes: dict[int, int] = {}  # rank -> number of its rows that are here
-        self._num_tokens, self._num_ranks = num_tokens, num_ranks
+        self.num_tokens, self._num_ranks = num_tokens, num_ranks
         self._segments: dict[int, list[Segment]] = {}
 
     def add(self, rank: int, segment: Segment) -> None:
         self._segments.setdefault(rank, []).append(segment)
         self.sizes[rank] = self.sizes.get(rank, 0) + len(segment.tokens)
-        complete = len(self.sizes) >= self._num_ranks and all(size >= self._num_tokens for size in self.sizes.values())
+        complete = len(self.sizes) >= self._num_ranks and all(size >= self.num_tokens for size in self.sizes.values())
         if complete and not self.here.done():
             self.here.set_result(None)
 

@@ -37,28 +37,26 @@ def claim_folder(folder: Path, *, cure: str) -> IO[str]:
 def free_port(host: str) -> int:
     """A port that nothing listens on, nor on those that SGLang takes with it. Raises ValueError if there is none."""
     for port in random.sample(PORTS, TRIES):
-        if all(_is_free(host, one) for one in (port, *(port + derived for derived in DERIVED_PORTS))):
+        if not any(_refusal(host, one) for one in (port, *(port + derived for derived in DERIVED_PORTS))):
             return port
     raise ValueError(f"{host} has no free port in {PORTS.start} .. {PORTS.stop - 1}: set server.port=")
 
 
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as tried:
-        try:
-            tried.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
 def check_port(host: str, port: int) -> None:
     """Raises ValueError if a server cannot listen there."""
+    if error := _refusal(host, port):
+        raise ValueError(
+            f"port {port} of {host} cannot be used ({error.strerror}): set server.port=0 for a free one, or attach "
+            f"to the server there with server.url=http://{host}:{port}"
+        ) from error
+
+
+def _refusal(host: str, port: int) -> OSError | None:
+    """Why a server cannot listen there; None if it can."""
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             tried.bind((host, port))
         except OSError as error:
-            raise ValueError(
-                f"port {port} of {host} cannot be used ({error.strerror}): set server.port=0 for a free one, or attach "
-                f"to the server there with server.url=http://{host}:{port}"
-            ) from error
+            return error
+    return None

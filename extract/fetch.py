@@ -38,7 +38,7 @@ async def fetch(
     try:
         with Arrivals.at(folder).awaiting({rid: len(tokens)}, num_ranks=num_ranks) as awaited:
             answer = await client.generate(tokens.tolist(), rid=rid, max_new_tokens=max_new_tokens, uncached=True)
-            ranks = await _rows(folder, rid, awaited[rid], num_tokens=len(tokens), until=time.monotonic() + ROWS_SECONDS)
+            ranks = await _rows(folder, rid, awaited[rid], until=time.monotonic() + ROWS_SECONDS)
         next_token = answer.output_ids[0] if answer.output_ids else None
         return {rank: _checked(rows, tokens, next_token=next_token) for rank, rows in ranks.items()}
     except RequestFailed:
@@ -51,7 +51,7 @@ async def fetch_together(
 ) -> list[Captured | RequestFailed]:
     """Prefills the prompts, [T] each, in one request: what rank 0 captured of each, or why it is not there.
 
-    Raises ServerGone, and RequestFailed or RequestRefused of all.
+    Raises ServerGone, and RequestFailed or RequestRefused of all. What the plugin said of those that failed stays in the spool.
     """
     found: list[Captured | RequestFailed] = []
     with Arrivals.at(folder).awaiting({rid: len(tokens) for rid, tokens in zip(rids, prompts)}) as awaited:
@@ -61,26 +61,23 @@ async def fetch_together(
             try:
                 if isinstance(answer, RequestFailed):
                     raise answer
-                ranks = await _rows(folder, rid, awaited[rid], num_tokens=len(tokens), until=until)
+                ranks = await _rows(folder, rid, awaited[rid], until=until)
                 found.append(_checked(ranks[0], tokens))
             except RequestFailed as error:
                 found.append(error)
-    spool.forget(folder, [rid for rid, one in zip(rids, found) if isinstance(one, RequestFailed)])
     return found
 
 
-async def _rows(folder: Path, rid: str, awaited: Awaited, *, num_tokens: int, until: float) -> dict[int, Segment]:
+async def _rows(folder: Path, rid: str, awaited: Awaited, *, until: float) -> dict[int, Segment]:
     """rank -> its rows, once they are here. Raises RequestFailed if they cannot be, or are not in time."""
     while not awaited.here.done():
-        await asyncio.wait([awaited.here], timeout=LOOK_SECONDS)
-        if awaited.here.done():
-            break
         if reason := spool.read_error(folder, rid):
             raise RequestFailed(f"the plugin could not capture it: {reason}")
         if time.monotonic() > until:
             raise RequestFailed(
-                f"rows captured of {num_tokens} tokens, by rank: {awaited.sizes} after {ROWS_SECONDS:.0f} s"
+                f"rows captured of {awaited.num_tokens} tokens, by rank: {awaited.sizes} after {ROWS_SECONDS:.0f} s"
             )
+        await asyncio.wait([awaited.here], timeout=LOOK_SECONDS)
     try:
         return await awaited.rows()
     except ValueError as error:

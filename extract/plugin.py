@@ -150,8 +150,10 @@ class Capture:
                 segments = [segment for segment in segments if segment.rid.startswith(spool.ALL_RANKS_PREFIX)]
             if segments:
                 columns = columns_of(hidden, aux, num_rows=sum(counts), num_aux=len(self.layer_ids))
-                for run in dict.fromkeys(spool.run_of(segment.rid) for segment in segments):  # one, as a rule
-                    own = [segment for segment in segments if spool.run_of(segment.rid) == run]
+                runs: dict[str, list[Segment]] = {}  # one, as a rule
+                for segment in segments:
+                    runs.setdefault(spool.run_of(segment.rid), []).append(segment)
+                for own in runs.values():
                     self._copier.submit(columns, batch.input_ids, own)
         except Exception as error:
             self._report(segments, error)
