@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
@@ -10,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from data.config import write_atomically
-from data.schema import Provenance
+from data.locks import claim, claim_when_free, is_claimed
+from data.schema import SPLITS, Provenance
 
 SCHEMA_VERSION = 1
 FILE = "manifest.json"
@@ -176,16 +176,20 @@ def remove_shards(out: Path | str, names: set[str]) -> None:
 @contextmanager
 def manifest_lock(out: Path) -> Iterator[None]:
     """Whoever reads the manifest to change it holds this meanwhile."""
-    with lock(out / ".manifest.lock", wait=True):
+    with claim_when_free(out / ".manifest.lock"):
         yield
 
 
-def lock(path: Path, *, wait: bool) -> IO[str]:
-    """An open file that this process alone may hold, until it is closed."""
-    file = path.open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"another process writes to {path.parent}: wait for it, or choose another out=") from None
-    return file
+def claim_split(out: Path, split: str) -> BinaryIO:
+    """For whoever writes to that split of the dataset; closed, it is free again. Raises ValueError if it is not free."""
+    taken = f"another process writes to {out}"
+    return claim(_lock_of(out, split), taken=taken, cure="wait for it, or choose another out=")
+
+
+def is_written(out: Path) -> bool:
+    """Whether anybody writes to the dataset now."""
+    return any(is_claimed(_lock_of(out, split)) for split in SPLITS)
+
+
+def _lock_of(out: Path, split: str) -> Path:
+    return out / f".{split}.lock"

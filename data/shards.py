@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from data.lanes import Lanes, OpenShard, Planned
-from data.manifest import FILE, Entry, Manifest, ShardInfo, finished_ids, lock, manifest_lock
+from data.manifest import FILE, Entry, Manifest, ShardInfo, claim_split, finished_ids, manifest_lock
 from data.mapped import Shard
 from data.schema import SPLITS, Provenance, Record, check_record, check_same
 from data.storage import Remote
@@ -55,7 +55,7 @@ class ShardWriter:
         self.out, self.provenance, self.split, self.shard_bytes = Path(out), provenance, split, shard_bytes
         self._on_finished = on_finished
         self.out.mkdir(parents=True, exist_ok=True)
-        self._lock = lock(self.out / f".{split}.lock", wait=False)
+        self._lock = claim_split(self.out, split)
         try:
             with manifest_lock(self.out):
                 if (self.out / FILE).exists():

@@ -26,7 +26,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from data import vocab
 from data.config import write_atomically
-from data.manifest import FILE, REMOTE, Manifest, ShardInfo, index_name, lock, manifest_lock, no_dataset
+from data.locks import claim_when_free
+from data.manifest import FILE, REMOTE, Manifest, ShardInfo, index_name, manifest_lock, no_dataset
 from data.schema import check_same
 
 _CHUNK_BYTES = 1 << 22  # downloaded at a time
@@ -111,7 +112,7 @@ class Remote:
     def download(self, shard: ShardInfo, folder: Path) -> None:
         """The whole shard into `folder`, checked, unless another process has just done it."""
         target, temporary = folder / shard.name, folder / f".{shard.name}.tmp"
-        with lock(folder / f".{shard.name}.lock", wait=True):
+        with claim_when_free(folder / f".{shard.name}.lock"):
             if target.exists():
                 return
             digest = hashlib.sha256()

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import random
 import socket
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
+
+from data.locks import claim
 
 PORTS = range(20_000, 32_000)  # below those that outgoing connections are given
 DERIVED_PORTS = range(233, 265)  # with data parallelism SGLang takes some of the port + these, without a look
 TRIES = 200
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system that knows no locks says
 
 
-def claim_folder(folder: Path, *, cure: str) -> IO[str]:
+def claim_folder(folder: Path, *, cure: str) -> BinaryIO:
     """Makes `folder`; nobody else can claim it until the returned file is closed, or this process ends.
 
     Raises ValueError, which ends with `cure`, if somebody has claimed it; OSError if it cannot be made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"another process has a server that writes to {folder}: wait for it to end, or {cure}") from None
-    except OSError as error:
-        if error.errno not in WITHOUT_LOCKS:
-            file.close()
-            raise
-    return file
+    taken = f"another process has a server that writes to {folder}"
+    return claim(folder / ".lock", taken=taken, cure=f"wait for it to end, or {cure}")
 
 
 def free_port(host: str) -> int:

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
@@ -65,7 +65,7 @@ class Server:
         self._process: subprocess.Popen | None = None
         self._watch: Watch | None = None
         self._stopping = threading.Event()
-        self._claimed: list[IO[str]] = []  # locks on the folders that it writes to
+        self._claimed: list[BinaryIO] = []  # locks on the folders that it writes to
 
     def __enter__(self) -> Server:
         self.begin()

@@ -7,7 +7,6 @@ import sys, pathlib  # noqa: E401
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import fcntl  # noqa: E402
 import hashlib  # noqa: E402
 import json  # noqa: E402
 import tarfile  # noqa: E402
@@ -21,7 +20,7 @@ from tqdm import tqdm  # noqa: E402
 from data.codecs import is_finite  # noqa: E402
 from data.config import TargetConfig, stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
-from data.manifest import Manifest, index_name, lock, remove_shards  # noqa: E402
+from data.manifest import Manifest, claim_split, index_name, is_written, remove_shards  # noqa: E402
 from data.mapped import Shard  # noqa: E402
 from data.schema import SPLITS, Provenance, Record, check_same, safe_key  # noqa: E402
 from data.storage import Remote, Unreachable, local_folder, whole  # noqa: E402
@@ -93,7 +92,7 @@ def main(config: VerifyConfig) -> dict:
     with ExitStack() as stack:
         if config.remove_bad:
             for split in SPLITS:
-                stack.enter_context(lock(path / f".{split}.lock", wait=False))
+                stack.enter_context(claim_split(path, split))
         found = verify(path, progress=True, alone=config.remove_bad)
         if config.remove_bad:
             remove_shards(path, set(found.problems))
@@ -151,22 +150,9 @@ def verify(path: Path | str, *, progress: bool = False, alone: bool = False) -> 
                 bar.update(info.bytes)
             found.shards += info.name not in found.problems
             found.bytes += info.bytes
-    if alone or not _is_written(path):
+    if alone or not is_written(path):
         _check_leftovers(path, found)
     return found
-
-
-def _is_written(path: Path) -> bool:
-    """Whether a ShardWriter works on the dataset now."""
-    for split in SPLITS:
-        try:
-            with (path / f".{split}.lock").open() as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # there is none, or the file system knows no locks
-            continue
-    return False
 
 
 def _check_shard(shard: Shard, found: Verified, seen: dict[str, str], bar: tqdm) -> None:

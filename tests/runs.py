@@ -66,8 +66,6 @@ def run(overrides: list[str]) -> None:
     if accelerator.is_main_process:
         (Path(config.out) / "validation.json").write_text(json.dumps(figures))
     trainer.close()
-    if trainer.lock is not None:
-        trainer.lock.close()
     accelerator.wait_for_everyone()
 
 

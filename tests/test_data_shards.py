@@ -147,7 +147,7 @@ def test_another_provenance_does_not_join_a_dataset(tmp_path: Path):
 
 
 def test_a_second_writer_of_a_split_is_refused(tmp_path: Path):
-    with writer_of(tmp_path), pytest.raises(ValueError, match="another process writes"):
+    with writer_of(tmp_path), pytest.raises(ValueError, match=rf"another process writes to .* \(process {os.getpid()} on "):
         writer_of(tmp_path)
     writer_of(tmp_path).close()
 

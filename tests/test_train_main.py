@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from data.locks import claim
 from tests.launched import ROOT, environment, launcher, losses, options, run
 
 
@@ -64,3 +66,11 @@ def test_other_settings_in_the_same_folder_are_refused(trained, shards, tiny_lla
     )  # fmt: skip
     assert done.returncode != 0
     assert "(seed=0 there, 1 here): choose another out=" in done.stderr
+    assert json.loads((trained / "run.json").read_text())["seed"] == 0, "what is told of the run stays as it was"
+
+
+def test_a_run_whose_folder_another_one_trains_in_is_refused_and_leaves_it_alone(shards, tiny_llama, tmp_path):
+    with claim(tmp_path / ".run.lock", taken="", cure=""):
+        said = run([sys.executable, "train/main.py", *options(shards, tmp_path, tiny_llama)], status=2)
+    assert f"error: another run trains in {tmp_path} (process {os.getpid()} on " in said and "stop it first" in said
+    assert {file.name for file in tmp_path.iterdir()} <= {".run.lock", ".hydra", "main.log", "train.log"}

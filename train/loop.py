@@ -21,7 +21,7 @@ from train.follow import Planner
 from train.interval import Interval
 from train.model import Drafter
 from train.progress import Meter, Progress, device_name
-from train.running import Agreement, Termination, Watch, only_run
+from train.running import Agreement, Termination, Watch
 from train.target import Target
 from train.tracking import Tracker, costs
 from train.unroll import TrainingTimeTest
@@ -51,7 +51,6 @@ class Trainer:
         self.agreement = Agreement(accelerator.num_processes)
         # active rows in eighths of a pack: the shapes that a step can have are few, and repeat
         self.bucket = max(config.batch.tokens_per_pack // 8, 1) if config.batch.pad_packs else 1
-        self.lock = only_run(Path(config.out), accelerator)
         if accelerator.is_main_process:
             checkpoint.remove_partial(self.folder)
 
@@ -97,6 +96,7 @@ class Trainer:
     def run(self) -> dict:
         """Train to the end and return the last validation's figures."""
         config, state, validation = self.config, self.state, None
+        self.tracker.begin(state.step)
         self.started = time.monotonic() - state.seconds
         quiet = not self.accelerator.is_main_process
         with (
@@ -278,7 +278,6 @@ class Trainer:
         found = checkpoint.read_state(newest)
         self.state.check_continues(newest, found)
         self.state = found
-        self.tracker.resume(found.step)
         self.accelerator.print(f"resuming from {newest}")
         return checkpoint.read_tensors(newest)
 

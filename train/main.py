@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dataclasses import asdict
 
 import torch
+from accelerate import Accelerator
 
 from data.boundaries import text_config
 from data.config import finished, fingerprint, stage
@@ -25,6 +26,7 @@ from train.engine import accelerator_of
 from train.export import export
 from train.follow import wait_for_shards
 from train.loop import Trainer
+from train.running import only_run
 from train.shape import DrafterShape
 from train.start import first_drafter
 from train.target import Target, check_shards
@@ -55,6 +57,30 @@ def main(config: TrainConfig) -> dict:
         accelerator.end_training()
         sys.exit()  # and no summary: nothing was done
 
+    with only_run(out, accelerator):
+        summary = _trained(
+            config,
+            accelerator,
+            shape=shape,
+            target_path=target_path,
+            train_reader=train_reader,
+            validation_reader=validation_reader,
+        )
+    line = f"validation tau({config.drafter.depths}) {summary['tau']:.3f} after {summary['steps']} steps"
+    line += f", {round(summary['train_seconds'])} s; drafter in {out / 'export'}"
+    return {"fingerprint": inputs, **summary, "line": line}
+
+
+def _trained(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    *,
+    shape: DrafterShape,
+    target_path: Path,
+    train_reader: ShardReader,
+    validation_reader: ShardReader,
+) -> dict:
+    """The whole run, or what is left of it: its figures, and the drafter in <out>/export."""
     target = Target.load(target_path, device=accelerator.device, dtype=DTYPES[config.precision])
     drafter = first_drafter(config, shape, target=target, target_path=target_path)
     tracker = Tracker(config, accelerator, provenance=asdict(train_reader.provenance))
@@ -69,6 +95,7 @@ def main(config: TrainConfig) -> dict:
     )
     validation = trainer.run()
 
+    exported = Path(config.out) / "export"
     weights = trainer.engine.served().state_dict()  # by every process: zero3 puts them together
     if accelerator.is_main_process:
         export(
@@ -78,15 +105,14 @@ def main(config: TrainConfig) -> dict:
             depths=config.drafter.depths,
             target_name=config.target.name,
             target_path=target_path,
-            out=out / "export",
+            out=exported,
             engine=config.export_engine,
             engine_version=config.export_engine_version,
         )
-    summary = {"fingerprint": inputs, "boundaries": config.target.boundaries, **trainer.summary(), **validation}
+    summary = {"boundaries": config.target.boundaries, **trainer.summary(), **validation}
     trainer.close()
-    tracker.finish(summary, drafter=out / "export")
-    line = f"validation tau({config.drafter.depths}) {summary['tau']:.3f} after {summary['steps']} steps"
-    return {**summary, "line": f"{line}, {round(summary['train_seconds'])} s; drafter in {out / 'export'}"}
+    tracker.finish(summary, drafter=exported)
+    return summary
 
 
 if __name__ == "__main__":

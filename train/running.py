@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import sys
@@ -12,34 +11,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
+from data.locks import claim
 
-def only_run(out: Path, accelerator: Accelerator) -> IO[str] | None:
-    """An open file, held by the first process until it ends. Raises ValueError where another run holds it."""
+
+@contextmanager
+def only_run(out: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Inside, no other run can begin in `out`. Raises ValueError where one is at work."""
     if not accelerator.is_main_process:
-        return None
+        yield
+        return
     out.mkdir(parents=True, exist_ok=True)
-    file = (out / ".run.lock").open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip() or "of another machine"
-        file.close()
-        raise ValueError(
-            f"another run trains in {out} (process {holder}): stop it first, or choose another out="
-        ) from None
-    except OSError:  # a file system without locks
-        return file
-    file.truncate(0)
-    file.write(f"{os.getpid()} on {os.uname().nodename}\n")
-    file.flush()
-    return file
+    with claim(out / ".run.lock", taken=f"another run trains in {out}", cure="stop it first, or choose another out="):
+        yield
 
 
 class Termination:

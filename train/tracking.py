@@ -29,15 +29,21 @@ SECRET = ("key", "token", "secret", "password")  # parts of names that never lea
 
 
 class Tracker:
-    """Used by every rank; only the main process writes."""
+    """Used by every rank; only the main process writes, and not before `begin`."""
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, *, provenance: dict):
-        self.accelerator, self.name, self.out = accelerator, config.tracker.name, Path(config.out)
+        self.config, self.accelerator, self.provenance = config, accelerator, provenance
+        self.name, self.out = config.tracker.name, Path(config.out)
         self.file = self.out / "metrics.jsonl"
         self.tokens = 0  # supervised ones, seen so far
+
+    def begin(self, step: int) -> None:
+        """Open the run, which goes on after `step`; what was logged beyond it is forgotten, and will be logged again."""
+        config, accelerator = self.config, self.accelerator
         if not accelerator.is_main_process:
             return
-        described = {**without_secrets(asdict(config)), "provenance": provenance, "git": git_commit()}
+        self._forget_beyond(step)
+        described = {**without_secrets(asdict(config)), "provenance": self.provenance, "git": git_commit()}
         write_atomically(self.out / "run.json", json.dumps(described, indent=1, default=str) + "\n")
         if self.name == "none":
             return
@@ -53,13 +59,6 @@ class Tracker:
             writer = accelerator.get_tracker("tensorboard").writer
             charts = {title: ["Multiline", [f"{name}/.*"]] for name, title in BY_DEPTH.items()}
             writer.add_custom_scalars({"by depth": charts})
-
-    def resume(self, step: int) -> None:
-        """Forget the lines beyond `step`: a resumed run writes them again."""
-        if self.accelerator.is_main_process and self.file.exists():
-            rows = [row for row in self._rows() if row["step"] <= step]
-            write_atomically(self.file, "".join(json.dumps(row) + "\n" for row in rows))
-            self.tokens = max((row.get(AXIS, 0) for row in rows), default=0)
 
     def log(self, step: int, figures: dict) -> None:
         """figures: numbers, or lists of one number per depth (acc -> acc/0, acc/1, ... in the tracker)."""
@@ -88,6 +87,12 @@ class Tracker:
             else:
                 self.accelerator.log({f"summary/{name}": value for name, value in told.items()}, step=self.tokens)
         self.accelerator.end_training()
+
+    def _forget_beyond(self, step: int) -> None:
+        if self.file.exists():
+            rows = [row for row in self._rows() if row["step"] <= step]
+            write_atomically(self.file, "".join(json.dumps(row) + "\n" for row in rows))
+            self.tokens = max((row.get(AXIS, 0) for row in rows), default=0)
 
     def _wandb_options(self, config: TrainConfig) -> dict:
         import wandb
