@@ -19,7 +19,7 @@ from tests.conftest import CONF
 from tests.packs import small_drafter, small_target
 from train import checkpoint, optim
 from train.checkpoint import RunState
-from train.config import OptimConfig
+from train.config import EngineConfig, OptimConfig
 from train.replicated import Replicated
 from train.writer import CheckpointWriter
 
@@ -50,7 +50,7 @@ class OneProcess:
 
 def new_run(config: OptimConfig, *, seed: int = 0, **changes) -> Replicated:
     drafter = small_drafter(small_target(dtype=torch.float32), seed=seed, **changes)
-    return Replicated(SimpleNamespace(drafter=drafter), config, OneProcess())
+    return Replicated(EngineConfig("ddp", "fp32", None), SimpleNamespace(drafter=drafter), config, OneProcess())
 
 
 def steps(run: Replicated, number: int, *, first: int = 0) -> None:

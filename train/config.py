@@ -97,7 +97,6 @@ class EngineConfig:
 
     name: str  # ddp | zero1 | zero2 | zero3
     gradient_dtype: str  # fp32 | bf16: what a gradient is while it crosses between devices; it is summed into float32
-    bucket_mb: int  # MiB of gradients that are reduced at a time, while the backward pass goes on
     deepspeed: dict[str, Any] | None  # DeepSpeed's own settings; null where it is not used
 
     def __post_init__(self):
@@ -105,8 +104,6 @@ class EngineConfig:
             raise ValueError(f"engine.name is {self.name!r}: choose one of {', '.join(ENGINES)}")
         if self.gradient_dtype not in ("fp32", "bf16"):
             raise ValueError(f"engine.gradient_dtype is {self.gradient_dtype!r}: choose fp32 or bf16")
-        if self.bucket_mb < 1:
-            raise ValueError(f"engine.bucket_mb is {self.bucket_mb}: at least 1 MiB")
 
 
 @dataclass

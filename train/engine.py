@@ -1,6 +1,6 @@
 """Engines: how the gradients of all processes become new weights, and who holds what.
 
-    ddp     every process holds everything; gradients are averaged while the backward pass still runs
+    ddp     every process holds everything; gradients are summed while the backward pass still runs
     zero1   the optimizer's state is cut over the processes; zero2: the gradients as well; zero3: the weights as well
 
 Whatever the engine: the masters are float32, the same gradients are clipped and applied in the same way, the
@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
-from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor
 
 from train.checkpoint import Stored
@@ -60,14 +59,12 @@ def accelerator_of(config: EngineConfig, **options: Any) -> Accelerator:
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # has been heard: train/config.py, launched_engine
     if not torch.cuda.is_available():
         PartialState(cpu=True)  # or Accelerate looks for a GPU in each process of several
-    bf16 = config.gradient_dtype == "bf16"
-    if bf16 and not torch.cuda.is_available():
+    if config.gradient_dtype == "bf16" and not torch.cuda.is_available():
         raise ValueError("engine.gradient_dtype=bf16: collectives on the CPU sum float32 only: leave it at fp32")
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False,  # the only buffers are the vocabulary map, which never changes
         gradient_as_bucket_view=True,
-        bucket_cap_mb=config.bucket_mb,
-        comm_hook=DDPCommunicationHookType.BF16 if bf16 else DDPCommunicationHookType.NO,
+        bucket_cap_mb=1,  # MiB: a gradient is summed by itself, and waits for no other one
     )
     # mixed_precision: the drafter casts its matrices itself, once a step
     return Accelerator(mixed_precision="no", kwargs_handlers=[ddp], **options)
@@ -76,6 +73,6 @@ def accelerator_of(config: EngineConfig, **options: Any) -> Accelerator:
 def choose(config: EngineConfig, module: TrainingTimeTest, optimizer: OptimConfig, accelerator: Accelerator) -> Engine:
     """The engine that `engine=name` asks for, around the drafter of `module`."""
     if config.name == "ddp":
-        return Replicated(module, optimizer, accelerator)
+        return Replicated(config, module, optimizer, accelerator)
     kind = ZeroThree if config.name == "zero3" else Zero
     return kind(config, module, optimizer, accelerator)

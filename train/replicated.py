@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed import GradBucket
+from torch.futures import Future
 
 from train import optim
 from train.checkpoint import Stored
-from train.config import OptimConfig
+from train.config import EngineConfig, OptimConfig
 from train.metrics import DepthSums
 from train.model import Drafter
 from train.unroll import TrainingTimeTest
@@ -20,22 +24,26 @@ from train.unroll import TrainingTimeTest
 class Replicated:
     """One process, or DDP."""
 
-    def __init__(self, module: TrainingTimeTest, config: OptimConfig, accelerator: Accelerator):
-        self.drafter, self.config, self.accelerator = module.drafter, config, accelerator
-        self.average = optim.averaged(self.drafter, config)
-        self.optimizers = optim.build(self.drafter, config)
+    def __init__(
+        self, config: EngineConfig, module: TrainingTimeTest, optimizer: OptimConfig, accelerator: Accelerator
+    ):
+        self.drafter, self.accelerator, self.max_grad_norm = module.drafter, accelerator, optimizer.max_grad_norm
+        self.average = optim.averaged(self.drafter, optimizer)
+        self.optimizers = optim.build(self.drafter, optimizer)
         self.model = accelerator.prepare(module)
+        if accelerator.num_processes > 1:
+            dtype = torch.bfloat16 if config.gradient_dtype == "bf16" else None
+            self.model.register_comm_hook(None, lambda _, bucket: sum_gradients(bucket, dtype))
 
     def accumulate(self, *inputs: Any, last: bool) -> DepthSums:
-        ranks = self.accelerator.num_processes
-        with nullcontext() if last or ranks == 1 else self.accelerator.no_sync(self.model):
+        with nullcontext() if last or self.accelerator.num_processes == 1 else self.accelerator.no_sync(self.model):
             summand, sums = self.model(*inputs)
-            self.accelerator.backward(summand * ranks)  # DDP averages over the processes: the sum is what is wanted
+            self.accelerator.backward(summand)
         return sums
 
     def step(self, lr: float) -> Tensor:
         optim.set_learning_rate(self.optimizers, lr)
-        norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), self.config.max_grad_norm)
+        norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), self.max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -72,3 +80,28 @@ class Replicated:
 
     def close(self) -> None:
         self.accelerator.free_memory()
+
+
+def sum_gradients(bucket: GradBucket, dtype: torch.dtype | None) -> Future[Tensor]:
+    """Hook of DDP, which would average: the bucket's gradients, each summed over the processes by itself.
+
+    A sum is rounded by the order of its summands, and that by an element's place in what is sent. DDP sends one bucket in
+    the first step after a start and others from then on: a run that was continued would round its first step differently.
+
+    dtype  of what is sent; None: the gradient's own
+    """
+    sums = [_summed(gradient, dtype) for gradient in bucket.gradients()]
+
+    def all_are_here(last: Future[Tensor]) -> Tensor:
+        for one in sums[:-1]:
+            one.wait()
+        return bucket.buffer()
+
+    return sums[-1].then(all_are_here)
+
+
+def _summed(gradient: Tensor, dtype: torch.dtype | None) -> Future[Tensor]:
+    """The gradient, in its own place, once it is the sum over the processes."""
+    sent = gradient if dtype is None else gradient.to(dtype)
+    received = dist.all_reduce(sent, async_op=True).get_future()
+    return received.then(lambda done: done.value()[0] if sent is gradient else gradient.copy_(done.value()[0]))

@@ -93,8 +93,6 @@ class Zero:
         optim.restore_average(self.average, whole)
 
     def _restore_optimizer(self, whole: dict[str, Tensor]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         fused = any(group.get("fused") for group in self.adamw.param_groups)
         step = next(tensor for name, tensor in whole.items() if name.endswith("/step"))
         for piece in self._pieces():  # as AdamW's first step would make it
@@ -103,7 +101,12 @@ class Zero:
         self._link_state()
         for name, parameter in self.drafter.named_parameters():
             for key in ADAMW_STATE:
-                safe_set_full_optimizer_state(parameter, whole[f"{name}/{key}"].to(self.accelerator.device), key)
+                self._set_state(parameter, key, whole[f"{name}/{key}"])
+
+    def _set_state(self, parameter: Tensor, key: str, whole: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        safe_set_full_optimizer_state(parameter, whole.to(self.accelerator.device), key)
 
     def close(self) -> None:
         self.engine.destroy()
@@ -162,6 +165,12 @@ class ZeroThree(Zero):
     def _restore_average(self, whole: dict[str, Tensor]) -> None:
         parameters = self.drafter.named_parameters()
         self.average.shards = [self._shard(whole[name], of=parameter) for name, parameter in parameters]
+
+    def _set_state(self, parameter: Tensor, key: str, whole: Tensor) -> None:
+        """By this process's part: DeepSpeed's own way of cutting fails where the parts are not equal."""
+        from deepspeed.utils import safe_set_local_optimizer_state
+
+        safe_set_local_optimizer_state(parameter, self._shard(whole, of=parameter), key)
 
     def _shard(self, whole: Tensor, *, of: Tensor) -> Tensor:
         """This process's part of a whole tensor, cut as DeepSpeed cuts: equal parts, the last one padded."""
@@ -228,7 +237,6 @@ def _settings(config: EngineConfig, *, max_grad_norm: float, device: torch.devic
     """DeepSpeed's configuration: conf/engine/, and what Eyas has said elsewhere already."""
     settings = copy.deepcopy(dict(config.deepspeed))
     zero = settings["zero_optimization"]
-    zero["reduce_bucket_size"] = config.bucket_mb * 2**20 // 4  # in numbers, of float32
     if device.type == "cpu":
         zero["overlap_comm"] = False
     settings["communication_data_type"] = config.gradient_dtype
