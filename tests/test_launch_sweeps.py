@@ -103,6 +103,16 @@ def test_optuna_proposes_more_of_what_had_the_larger_tau(quick, tmp_path):
     assert len(rates) == 2 and best == pytest.approx(max(3 - 10 * abs(rate - 0.01) for rate in rates))
 
 
+def test_jobs_on_a_dataset_that_grows_stay_the_jobs_that_they_were(quick, tmp_path):
+    manifest = tmp_path / "shards/manifest.json"
+    manifest.parent.mkdir()
+    for content, said in (("one shard", "1 jobs, 0 finished before"), ("two shards", "1 jobs, 1 finished before")):
+        manifest.write_text(content)
+        data = (f"shards={manifest.parent}", "follow=true", "follow_conversations=9")
+        done = sweep(quick, "target=tiny_llama", "tracker=none", *data, "optim.lr=1e-3", out=tmp_path / "sweep")
+        assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+
+
 def test_a_sweep_that_would_minimize_tau_is_refused(quick, tmp_path):
     pytest.importorskip("optuna")
     done = sweep(quick, *QUICK_OPTIONS, "hydra/sweeper=optuna", "optim.lr=interval(0.001,0.1)", out=tmp_path)

@@ -174,7 +174,8 @@ class AccelerateLauncher(Launcher):
                 content.pop("tracker", None)
             except ValueError as error:
                 raise HydraException(f"{label_of(told, keys)}: {error}") from error
-            read = [Path(content.get("shards") or "") / "manifest.json", Path(content.get("prompts") or "") / "summary.json"]
+            shards = None if content.get("follow") else content.get("shards")  # what grows is another file each time
+            read = [Path(shards or "") / "manifest.json", Path(content.get("prompts") or "") / "summary.json"]
             inputs = fingerprint(content, *(file for file in read if file.is_file()))
             described.append((told, label_of(told, keys), inputs))
         return described
