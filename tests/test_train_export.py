@@ -135,6 +135,18 @@ def test_a_boundary_that_the_engine_cannot_capture_is_refused(target_folder, tmp
     assert not (tmp_path / "out").exists()
 
 
+def test_an_export_replaces_an_earlier_one_and_no_other_folder(target_folder, tmp_path):
+    """Such as the run's own, with all its checkpoints."""
+    exported(target_folder, tmp_path / "run" / "export")
+    (tmp_path / "run" / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="run holds checkpoints, export, and an export replaces all of it"):
+        exported(target_folder, tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints").exists()
+    (tmp_path / "run" / "export" / "summary.json").write_text("{}")
+    exported(target_folder, tmp_path / "run" / "export", norm_output=True)
+    assert load_drafter(tmp_path / "run" / "export")[1]["norm_output"] is True
+
+
 def test_a_folder_that_is_no_drafter_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no exported drafter"):
         load_drafter(tmp_path)

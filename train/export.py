@@ -30,6 +30,7 @@ from train.model import Drafter
 from train.shape import DrafterShape
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+WRITTEN = {"config.json", "model.safetensors", "summary.json"}  # in an exported folder
 
 
 def export(
@@ -46,10 +47,13 @@ def export(
 ) -> dict:
     """Write config.json and model.safetensors (bf16) to `out`; returns the config.
 
-    weights  the state dict of a Drafter of this shape. Raises ValueError when it is not, or when the engine
-    cannot be told these boundaries.
+    weights  the state dict of a Drafter of this shape. Raises ValueError when it is not, when the engine
+    cannot be told these boundaries, or when `out` holds what no export wrote: it is replaced as a whole.
     """
     _check(weights, shape, where="the checkpoint")
+    others = sorted({path.name for path in out.iterdir()} - WRITTEN) if out.exists() else []
+    if others:
+        raise ValueError(f"{out} holds {', '.join(others[:3])}, and an export replaces all of it: choose another out=")
     target_config = text_config(target_path)
     ids = engine_layer_ids(
         boundaries,
