@@ -6,6 +6,8 @@ import dataclasses
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.conftest import CONF
+from tests.launched import ROOT
 from tests.packs import small_drafter, small_target
 from train import checkpoint, optim
 from train.checkpoint import RunState
@@ -111,6 +114,45 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_says_what_to_do(tmp_path,
         save(run, tmp_path, step=2)
     assert checkpoint.latest(tmp_path) == first
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+FULL = """
+import resource, signal, sys, torch
+from pathlib import Path
+from train import checkpoint
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # no file may grow beyond it
+try:
+    checkpoint.write(Path(sys.argv[1]), {"drafter": {"weight": torch.zeros(10_000)}}, {"step": 1})
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_tensors_that_find_no_room_are_such_an_error_too(tmp_path):
+    """safetensors writes the file by itself, and its error is no OSError."""
+    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert "could not write checkpoint" in done.stdout and "same command continues" in done.stdout, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_whose_copy_was_cut_short_is_named(tmp_path):
+    run = new_run(optimizer_config(ema=0.9))
+    steps(run, 1)
+    saved = save(run, tmp_path, step=1)
+    for name in checkpoint.FILES:
+        file = saved / f"{name}.safetensors"
+        whole = file.read_bytes()
+        for size in (0, 7, len(whole) // 2, len(whole) - 1):
+            file.write_bytes(whole[:size])
+            with pytest.raises(ValueError, match=f"{name}.safetensors is damaged .*copy step-000001 again"):
+                checkpoint.read_tensors(saved)
+        file.unlink()
+        with pytest.raises(ValueError, match=f"{name}.safetensors is damaged .*No such file"):
+            checkpoint.read_tensors(saved, needed=checkpoint.FILES)
+        file.write_bytes(whole)
+    assert checkpoint.read_served(saved).keys() == run.drafter.state_dict().keys()
 
 
 def test_what_was_not_finished_is_no_checkpoint_and_goes_away(tmp_path):

@@ -150,3 +150,11 @@ def test_an_export_replaces_an_earlier_one_and_no_other_folder(target_folder, tm
 def test_a_folder_that_is_no_drafter_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no exported drafter"):
         load_drafter(tmp_path)
+
+
+def test_an_export_whose_copy_was_cut_short_is_refused(target_folder, tmp_path):
+    exported(target_folder, tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="no exported drafter"):
+        load_drafter(tmp_path / "out")

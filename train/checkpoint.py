@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -111,7 +112,7 @@ def write(folder: Path, files: Mapping[str, dict[str, Tensor]], state: dict) -> 
             partial.rename(final)
         shutil.rmtree(partial, ignore_errors=True)
         _sync(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own word for a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise ValueError(
             f"could not write checkpoint {final}: {error}. Earlier checkpoints are whole: free some space, and the "
@@ -142,10 +143,28 @@ def read_state(checkpoint: Path) -> RunState:
         ) from error
 
 
-def read_tensors(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
-    """{"drafter": {name: tensor}, "average": ..., "optimizer": ...}, on the CPU; a file that is not there is empty."""
+def read_tensors(checkpoint: Path, *, needed: Collection[str] = ("drafter",)) -> dict[str, dict[str, Tensor]]:
+    """{"drafter": {name: tensor}, "average": ..., "optimizer": ...}, on the CPU; a file that is not there is empty.
+
+    Raises ValueError where one is damaged, or a `needed` one is not there: a copy of the checkpoint was cut short.
+    """
     files = {name: checkpoint / f"{name}.safetensors" for name in FILES}
-    return {name: load_file(file) if file.exists() else {} for name, file in files.items()}
+    return {name: _read(file) if name in needed or file.exists() else {} for name, file in files.items()}
+
+
+def read_served(checkpoint: Path) -> dict[str, Tensor]:
+    """The weights that are exported: the average where there is one. Raises ValueError as `read_tensors` does."""
+    average = checkpoint / "average.safetensors"
+    return _read(average if average.exists() else checkpoint / "drafter.safetensors")
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{file} is damaged ({error}): copy {file.parent.name} again, or remove it and use the one before"
+        ) from error
 
 
 def load_weights(module: nn.Module, tensors: Mapping[str, Tensor], *, where: Path | str) -> None:

@@ -17,14 +17,14 @@ import json
 import shutil
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.boundaries import architecture_of, engine_layer_ids, text_config
 from data.config import stage
 from data.embedded import ensure_target
-from train.checkpoint import check_fit, read_state
+from train.checkpoint import check_fit, read_served, read_state
 from train.config import ExportConfig
 from train.model import Drafter
 from train.shape import DrafterShape
@@ -76,7 +76,7 @@ def export(
             {n: t.cpu().contiguous() for n, t in tensors.items()}, partial / "model.safetensors", {"format": "pt"}
         )
         (partial / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ValueError(
             f"could not write {out}: {error}: free some space and export again, the checkpoint is safe"
@@ -108,7 +108,7 @@ def check_export(folder: Path) -> dict:
             shapes = {trained_name(name): file.get_slice(name).get_shape() for name in file.keys()}
             d2t = file.get_tensor("d2t") if "d2t" in file.keys() else None
             t2d = file.get_tensor("t2d") if "t2d" in file.keys() else None
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, json.JSONDecodeError, SafetensorError) as error:
         raise ValueError(
             f"{folder} is no exported drafter ({error}): give a folder that train/export.py wrote"
         ) from error
@@ -211,9 +211,8 @@ def main(config: ExportConfig) -> dict:
         raise ValueError(
             f"{checkpoint} was trained for {state.target}, not {config.target.name}: set target={state.target}"
         )
-    average = checkpoint / "average.safetensors"
     written = export(
-        load_file(average if average.exists() else checkpoint / "drafter.safetensors"),
+        read_served(checkpoint),
         shape=DrafterShape(**state.shape),
         boundaries=state.boundaries,
         depths=state.depths,

@@ -277,9 +277,11 @@ class Trainer:
             return None
         found = checkpoint.read_state(newest)
         self.state.check_continues(newest, found)
+        needed = {"drafter": True, "average": self.config.optim.ema is not None, "optimizer": found.step > 0}
+        tensors = checkpoint.read_tensors(newest, needed=[name for name, is_needed in needed.items() if is_needed])
         self.state = found
         self.accelerator.print(f"resuming from {newest}")
-        return checkpoint.read_tensors(newest)
+        return tensors
 
     def _first_says(self, number: int) -> int:
         """The first process's number, on every process; a run that was told to end ends here too."""
