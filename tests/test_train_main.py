@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from data import vocab
 from data.locks import claim
-from tests.launched import ROOT, environment, launcher, losses, options, run
+from data.shards import ShardReader, ShardWriter
+from tests.launched import ROOT, environment, launcher, losses, options, run, tensors
+from train import checkpoint
 
 
 def command(shards: Path, out: Path, target, **changes: object) -> list[str]:
@@ -67,6 +73,31 @@ def test_other_settings_in_the_same_folder_are_refused(trained, shards, tiny_lla
     assert done.returncode != 0
     assert "(seed=0 there, 1 here): choose another out=" in done.stderr
     assert json.loads((trained / "run.json").read_text())["seed"] == 0, "what is told of the run stays as it was"
+
+
+def with_nan(shards: Path, out: Path) -> Path:
+    """The dataset with one number of record 7 gone."""
+    for split in ("train", "validation"):
+        reader = ShardReader(shards, split=split)
+        with ShardWriter(out, provenance=reader.provenance, split=split, shard_bytes=1 << 20) as writer:
+            for i, record in enumerate(reader):
+                aux = record.aux.clone()
+                if (split, i) == ("train", 7):
+                    aux[3, 1, 5] = float("nan")
+                writer.write(replace(record, aux=aux))
+    shutil.copy(shards / vocab.FILE, out)
+    return out
+
+
+def test_a_step_that_is_not_finite_ends_the_run_before_it_is_saved(shards, tiny_llama, tmp_path):
+    data = with_nan(shards, tmp_path / "shards")
+    settings = {"log_every_steps": 10, "checkpoint_every_steps": 1}
+    said = run([sys.executable, "train/main.py", *options(data, tmp_path / "run", tiny_llama, **settings)], status=2)
+    lost = int(re.search(r"error: the gradients of step (\d+) or of one shortly before are not finite", said)[1])
+    newest = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert 1 <= checkpoint.read_state(newest).step < lost <= 5
+    assert all(tensor.isfinite().all() for tensor in tensors(newest).values())
+    assert not (tmp_path / "run" / "export").exists()
 
 
 def test_a_run_whose_folder_another_one_trains_in_is_refused_and_leaves_it_alone(shards, tiny_llama, tmp_path):

@@ -73,11 +73,11 @@ class Interval:
 
     def figures(self, *, gamma: float, meter: Meter) -> dict:
         """For the log: loss of a step, its parts and acc and alpha by depth, grad_norm, speed, share of waiting, MFU."""
-        seconds, means = time.monotonic() - self.started, self.sums.means()
+        seconds, means, counted = time.monotonic() - self.started, self.sums.means(), self.sums.values[0].tolist()
         tokens, rows, pairs = self.work
         mfu = meter.mfu(tokens=tokens, rows=rows, pairs=pairs, seconds=seconds)
         return {
-            "loss": sum(gamma**k * x for k, x in enumerate(means["loss"]) if x == x),
+            "loss": sum(gamma**k * x for k, (x, rows) in enumerate(zip(means["loss"], counted)) if rows),
             "loss_by_depth": means["loss"],
             "acc": means["acc"],
             "alpha": means["alpha"],

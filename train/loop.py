@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -211,6 +212,7 @@ class Trainer:
         }
         self.tracker.log(state.step, figures)
         bar.figures(figures)
+        self._check_weights()
         self.interval = Interval.begin(self.depths, device=self.accelerator.device)
 
     def _validate(self, bar: Progress) -> dict:
@@ -242,6 +244,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Hand a checkpoint to the writer; what the step waited for it is logged."""
+        self._check_weights()
         stall = self.writer.finish()  # before the others are met: under ZeRO their GPUs would wait for this disk
         state = replace(self.state, interval=self.agreement.gather(self.interval.stored()))
         stall += self.writer.save(self.engine.stored(), state)
@@ -255,6 +258,15 @@ class Trainer:
                 "checkpoint_write_seconds": self.writer.write_seconds,  # of the last one, beside the training
             },
         )
+
+    def _check_weights(self) -> None:
+        """Raises ValueError where they are lost, on every process: one gradient that is not finite makes all others so."""
+        if not math.isfinite(self.interval.grad_norm):
+            raise ValueError(
+                f"the gradients of step {self.state.step} or of one shortly before are not finite, and no checkpoint has "
+                f"been made since: look for such numbers with launch/verify.py shards={self.config.shards}, or try a "
+                "smaller optim.lr in another out="
+            )
 
     def _leave(self, bar: Progress) -> None:
         self.writer.finish()
