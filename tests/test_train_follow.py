@@ -103,6 +103,35 @@ def test_the_first_process_decides_and_another_waits_until_it_sees_as_much(shard
     assert sorted(indices(next(behind.parts(0)))) == list(range(20))
 
 
+def test_all_processes_plan_as_many_steps_as_the_first_one_expects(shards, tmp_path):
+    """It saw the dataset before it was complete, another one after: 24 expected at five a step, 12 there."""
+    copy(shards, tmp_path, range(12))
+    first = ShardReader(tmp_path, split="train")
+    mark_complete(tmp_path)
+    later = ShardReader(tmp_path, split="train")
+    assert following(first, []).total_steps() == 2 * 5 and following(later, []).total_steps() == 2 * 3
+    assert following(later, [], agree=lambda records: 24).total_steps() == 2 * 5
+
+
+def test_more_conversations_than_were_expected_are_planned_for_as_they_come(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.01)
+    parts = copy_in_parts(shards, tmp_path, sizes=[20, 4])
+    parts[0]()
+    planner = following(ShardReader(tmp_path, split="train"), [])
+    planner.config.follow_conversations = 10
+    growing = planner.parts(0)
+    assert len(next(growing)) == 4 and planner.total_steps() == 2 * 4
+    parts[1]()
+    assert len(next(growing)) == 1 and planner.total_steps() == 2 * 5
+
+
+def test_a_run_that_has_seen_more_than_a_complete_dataset_has_does_not_wait_for_it(shards, tmp_path):
+    copy(shards, tmp_path, range(12))
+    mark_complete(tmp_path)
+    with pytest.raises(ValueError, match="complete with 12 records, of which this run has seen 20"):
+        following(ShardReader(tmp_path, split="train"), [5, 20])
+
+
 def train(overrides: list[str]) -> dict:
     """The stage in this process, without the launcher; its summary."""
     with initialize_config_dir(str(CONF), version_base=None):
@@ -111,6 +140,26 @@ def train(overrides: list[str]) -> dict:
         return main.main.__wrapped__(config)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_complete_dataset_without_a_train_split_is_not_waited_for(shards, tiny_llama, tmp_path):
+    copy(shards, tmp_path / "shards", range(6), split="validation")
+    mark_complete(tmp_path / "shards")
+    for changes in ({}, {"follow": "true", "follow_conversations": 24}):
+        with pytest.raises(ValueError, match="shards has no records of the train split"):
+            train(options(tmp_path / "shards", tmp_path / "run", tiny_llama, **changes))
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_expected_more_plans_and_logs_the_steps_that_there_are(shards, tiny_llama, tmp_path, capfd):
+    copy(shards, tmp_path / "shards", range(24))
+    mark_complete(tmp_path / "shards")
+    shutil.copy(shards / vocab.FILE, tmp_path / "shards")
+    changes = {"follow": "true", "follow_conversations": 100, "epochs": 1, "log_every_steps": 3}
+    summary = train(options(tmp_path / "shards", tmp_path / "run", tiny_llama, **changes))
+    assert "5 in 1 epochs" in capfd.readouterr().out and summary["steps"] == 5
+    supervised = sum(entry.num_supervised for entry in ShardReader(shards, split="train").entries)
+    assert summary["supervised_tokens"] == supervised
 
 
 @pytest.mark.timeout(120)

@@ -12,6 +12,7 @@ from data.shards import ShardReader
 from data.stream import plan_epoch
 from train import plan
 from train.config import TrainConfig
+from train.follow import records_to_come
 from train.plan import GIB, Engine
 from train.progress import device_name
 from train.shape import DrafterShape
@@ -58,7 +59,8 @@ def _steps(config: TrainConfig, reader: ShardReader) -> tuple[int, int]:
     )  # fmt: skip
     fullest = max(sum(piece.stop - piece.start for piece in pack) for step in epoch for pack in step)
     if config.follow:
-        return config.epochs * -(-config.follow_conversations // batch.conversations_per_step), fullest
+        records = records_to_come(reader, config.follow_conversations)
+        return config.epochs * -(-records // batch.conversations_per_step), fullest
     return config.epochs * len(epoch), fullest
 
 

@@ -33,13 +33,13 @@ class Planner:
             self._wait_for(count)
 
     def total_steps(self) -> int:
-        """Of all epochs; with follow an estimate until the first one is over."""
+        """Of all epochs; with follow an estimate until the last part of the first one is there."""
         per_step = self.config.batch.conversations_per_step
         if per_step is None:  # every epoch is packed anew
             return sum(len(self._plan(0, len(self.reader), epoch=epoch)) for epoch in range(self.config.epochs))
-        records = len(self.reader)
-        if self.config.follow and not self.reader.complete:
-            records = max(records, self.config.follow_conversations)
+        if not self.config.follow:
+            return self.config.epochs * -(-len(self.reader) // per_step)
+        records = self.agree(records_to_come(self.reader, self.config.follow_conversations))
         return self.config.epochs * -(-records // per_step)
 
     def parts(self, epoch: int) -> Iterator[list[Step]]:
@@ -73,6 +73,11 @@ class Planner:
         """Until this process, too, sees `count` records: on a network's file system that may take a moment."""
         while len(self.reader) < count:
             if self.reader.refresh() == 0:
+                if self.reader.complete:
+                    raise ValueError(
+                        f"{self.reader.path} is complete with {len(self.reader)} records, of which this run has seen "
+                        f"{count}: it is another dataset now, choose another out="
+                    )
                 time.sleep(POLL_SECONDS)
 
     def _plan(self, start: int, stop: int, *, epoch: int) -> list[Step]:
@@ -89,13 +94,19 @@ class Planner:
         return [[[piece._replace(index=piece.index + start) for piece in pack] for pack in step] for step in steps]
 
 
+def records_to_come(reader: ShardReader, expected: int) -> int:
+    """Of a dataset that may still grow: as many as are expected, unless there are more, or it is complete."""
+    return len(reader) if reader.complete else max(len(reader), expected)
+
+
 def wait_for_shards(shards: str) -> Path:
-    """The folder of a dataset, as `local_folder` gives it, once there is a first shard to train on."""
+    """The folder of a dataset, as `local_folder` gives it, once there is a first shard to train on, or none to come."""
     said = False
     while True:
         try:
             folder = local_folder(shards)
-            if any(shard.split == "train" for shard in Manifest.load(folder).shards):
+            manifest = Manifest.load(folder)
+            if manifest.complete or any(shard.split == "train" for shard in manifest.shards):
                 return folder
             missing = "no shard is finished"
         except ValueError as error:  # nothing there yet; said once, so that a wrong address is seen

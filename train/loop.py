@@ -49,7 +49,7 @@ class Trainer:
         self.train_reader, self.validation_reader = train_reader, validation_reader
         self.folder, self.depths = Path(config.out) / "checkpoints", config.drafter.depths
         self.attend = attention.choose(config.attention)
-        self.agreement = Agreement(accelerator.num_processes)
+        self.agreement, self.termination = Agreement(accelerator.num_processes), Termination()
         # active rows in eighths of a pack: the shapes that a step can have are few, and repeat
         self.bucket = max(config.batch.tokens_per_pack // 8, 1) if config.batch.pad_packs else 1
         if accelerator.is_main_process:
@@ -101,7 +101,7 @@ class Trainer:
         self.started = time.monotonic() - state.seconds
         quiet = not self.accelerator.is_main_process
         with (
-            Termination() as self.termination,
+            self.termination,
             Watch(self.agreement, busy=lambda: self.writer.busy) as self.watch,
             self.writer,
             Progress(total=self.total_steps, initial=state.step, disable=quiet) as bar,
@@ -143,11 +143,12 @@ class Trainer:
         """The steps of an epoch that are left to do."""
         done_before, skip = 0, self.state.step_in_epoch
         for steps in self.planner.parts(epoch):
+            bar.total = self.total_steps = self.planner.total_steps()  # with follow it may have changed
             left = steps[max(skip - done_before, 0) :]
             done_before += len(steps)
             if left:
                 self._train(left, bar)
-        self.total_steps = self.planner.total_steps()
+        bar.total = self.total_steps = self.planner.total_steps()
 
     def _train(self, steps: list[Step], bar: Progress) -> None:
         config, state = self.config, self.state

@@ -48,6 +48,8 @@ def main(config: TrainConfig) -> dict:
         target_path = ensure_target(config.target)
 
     train_reader, validation_reader = (ShardReader(shards, split=split) for split in ("train", "validation"))
+    if not len(train_reader):
+        raise ValueError(f"{shards} has no records of the train split: extract more, or choose other shards=")
     check_shards(train_reader, target_path, name=config.target.name, boundaries=config.target.boundaries)
     shape = DrafterShape.resolve(config.drafter, text_config(target_path), num_boundaries=len(config.target.boundaries))
     accelerator.print(
