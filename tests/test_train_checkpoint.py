@@ -174,6 +174,13 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000002", "step-1000000", "step-999999"]
 
 
+def test_the_tau_of_a_step_whose_checkpoint_never_was_complete_is_forgotten(tmp_path):
+    for step, tau in ((5, 1.5), (10, 2.5)):
+        checkpoint.record_tau(tmp_path, step, tau)
+    checkpoint.forget_taus(tmp_path, beyond=5)
+    assert checkpoint.taus(tmp_path) == {5: 1.5}
+
+
 def test_a_drafter_of_another_size_is_refused_with_both_shapes(tmp_path):
     config = optimizer_config()
     saved = save(new_run(config), tmp_path, step=1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import threading
 import time
 from functools import partial
@@ -21,7 +23,7 @@ from data.manifest import mark_complete
 from data.shards import ShardReader, ShardWriter
 from data.storage import Uploader
 from tests.conftest import CONF
-from tests.launched import losses, options
+from tests.launched import losses, options, same, tensors
 from train import follow, main
 from train.config import BatchConfig, TrainConfig
 from train.follow import Planner
@@ -140,6 +142,36 @@ def train(overrides: list[str]) -> dict:
         return main.main.__wrapped__(config)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_is_told_to_end_before_its_first_step_goes_on_as_if_it_was_not(
+    shards, tiny_llama, tmp_path, monkeypatch
+):
+    """Three records are less than a step: it waits, and is told to end. And once more at its end, with its checkpoint lost."""
+    copy(shards, tmp_path / "shards", range(3))
+    shutil.copy(shards / vocab.FILE, tmp_path / "shards")
+    changes = {"follow": "true", "follow_conversations": 24, "epochs": 2, "optim.ema": 0.9}
+    run = tmp_path / "run"
+    refresh = ShardReader.refresh
+    monkeypatch.setattr(ShardReader, "refresh", lambda self: os.kill(os.getpid(), signal.SIGTERM) or refresh(self))
+    with pytest.raises(SystemExit, match="143"):
+        train(options(tmp_path / "shards", run, tiny_llama, **changes))
+    monkeypatch.undo()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000000"]
+    copy(shards, tmp_path / "shards", range(3, 24))
+    copy(shards, tmp_path / "shards", range(6), split="validation")
+    mark_complete(tmp_path / "shards")
+    train(options(tmp_path / "shards", run, tiny_llama, **changes))
+    train(options(tmp_path / "shards", tmp_path / "whole", tiny_llama, **changes))
+    last = "checkpoints/step-000010"
+    assert same(tensors(run / last), tensors(tmp_path / "whole" / last))
+
+    shutil.rmtree(run / last)
+    (run / "summary.json").unlink(missing_ok=True)
+    train(options(tmp_path / "shards", run, tiny_llama, **changes))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation" in line] == [5, 10]
 
 
 def test_a_complete_dataset_without_a_train_split_is_not_waited_for(shards, tiny_llama, tmp_path):

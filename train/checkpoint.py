@@ -195,6 +195,14 @@ def record_tau(folder: Path, step: int, tau: float) -> None:
     write_atomically(folder / "tau.json", json.dumps(taus(folder) | {step: tau}))
 
 
+def forget_taus(folder: Path, *, beyond: int) -> None:
+    """Of steps that a run which goes on after `beyond` has still to do, because their checkpoint never was complete."""
+    known = taus(folder)
+    kept = {step: tau for step, tau in known.items() if step <= beyond}
+    if kept != known:
+        write_atomically(folder / "tau.json", json.dumps(kept))
+
+
 def best(folder: Path) -> tuple[int, float]:
     """Step and tau of the best validation, the first of equal ones; (-1, -1.0) before any."""
     return max(taus(folder).items(), key=lambda item: (item[1], -item[0]), default=(-1, -1.0))

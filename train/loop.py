@@ -57,6 +57,8 @@ class Trainer:
 
         self.state = RunState.fresh(config, drafter.shape, shards=train_reader.path)
         resumed = self._resumed()
+        if accelerator.is_main_process:
+            checkpoint.forget_taus(self.folder, beyond=self.state.step)
         if resumed is not None:
             checkpoint.load_weights(drafter, resumed["drafter"], where=self.folder)
         module = TrainingTimeTest(
@@ -71,7 +73,7 @@ class Trainer:
         )
         drafter.activation_checkpointing = config.activation_checkpointing
         self.engine = engine.choose(config.engine, module, config.optim, accelerator)
-        if resumed is not None:
+        if resumed is not None and self.state.step > 0:  # before that there are no moments, and the average is no average
             self.engine.restore(resumed["average"], resumed["optimizer"])
         if config.compile:
             drafter.compile(matrices=config.precision == "fp8")
@@ -235,10 +237,10 @@ class Trainer:
         new = self.state.step not in checkpoint.taus(self.folder)
         self.agreement.wait()  # all have looked before one writes
         if self.accelerator.is_main_process and new:
-            checkpoint.record_tau(self.folder, self.state.step, figures["tau"])
             self.tracker.log(
                 self.state.step, {"tau": figures["tau"], "validation": figures, "seconds": self.state.seconds}
             )
+            checkpoint.record_tau(self.folder, self.state.step, figures["tau"])  # last: what it has is not logged again
         bar.figures({"tau": figures["tau"]})
         self.accelerator.print(f"\nepoch {self.state.epoch + 1}: validation tau({self.depths}) {figures['tau']:.3f}")
         return figures
