@@ -48,6 +48,32 @@ def test_an_mla_targets_scaling_can_be_left_out():
 
 
 @pytest.mark.parametrize(
+    "scaling, words",
+    [
+        ({"type": "dynamic", "factor": 4.0}, "'dynamic', which servers read differently"),
+        ({"type": "mrope", "mrope_section": [16, 24, 24]}, "'mrope', which servers read differently"),
+        ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
+        ({"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48}, "does not fit heads of 128"),
+    ],
+)
+def test_rope_scaling_that_cannot_be_taken_over_can_be_left_out(scaling, words):
+    target = {**TARGET, "rope_scaling": scaling}
+    with pytest.raises(ValueError, match=f"{words}.*drafter.inherit_rope_scaling=false"):
+        Rotary(DrafterShape.resolve(drafter_config(), target, num_boundaries=3))
+    Rotary(DrafterShape.resolve(drafter_config(inherit_rope_scaling=False), target, num_boundaries=3))
+
+
+def test_what_only_transformers_reads_of_rope_scaling_is_left_to_its_default():
+    """SGLang knows no attention_factor: exported, it would be dropped there and not here."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    shapes = [
+        DrafterShape.resolve(drafter_config(), {**TARGET, "rope_scaling": scaling}, num_boundaries=3)
+        for scaling in (yarn, {**yarn, "attention_factor": 0.9, "partial_rotary_factor": 0.5})
+    ]
+    assert shapes[0] == shapes[1] and shapes[0].rope_scaling == yarn
+
+
+@pytest.mark.parametrize(
     "changes, words",
     [
         ({"draft_vocab_size": 200000}, "has only 128256 tokens: set drafter.draft_vocab_size=128256 or less"),

@@ -15,6 +15,7 @@ from data.config import typed
 from tests.conftest import CONF
 from tests.targets import layer_ids, random_drafter
 from train.config import TrainConfig
+from train.export import export, load_drafter
 from train.shape import DrafterShape
 from train.start import first_drafter
 from train.target import Target
@@ -89,6 +90,8 @@ def test_what_does_not_fit_is_named_with_both_shapes(folder, target, tiny_llama)
     ("values", "message"),
     [
         ({"rope_theta": 500000.0}, "rope_theta is 500000.0 there, 10000.0 here"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 500000.0}}, "rope_theta is 500000.0 there"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling is {.*linear.*} there, {} here"),
         ({"norm_output": True}, "norm_output is True there, False here"),
         ({"eyas": {"boundaries": [1, 2, 4]}}, r"boundaries are \[1, 2, 4\] there, \[2, 3, 5\] here"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7, 8, 9]}}, r"layer ids \[7, 8, 9\]"),
@@ -98,6 +101,45 @@ def test_what_shapes_do_not_tell_must_agree_as_well(folder, target, tiny_llama, 
     change(folder, **values)
     with pytest.raises(ValueError, match=message):
         start(folder, target, tiny_llama)
+
+
+@pytest.mark.parametrize("spoil", ["absolute", "twice", "t2d"])
+def test_a_map_that_does_not_fit_is_refused_before_the_run_and_not_after_it(folder, target, tiny_llama, spoil):
+    tensors = load_file(folder / "model.safetensors")
+    if spoil == "absolute":
+        tensors["d2t"] += torch.arange(256)
+    elif spoil == "twice":
+        tensors["d2t"][1] = -1
+        del tensors["t2d"]
+    else:
+        tensors["t2d"] = ~tensors["t2d"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="d2t must hold offsets"):
+        start(folder, target, tiny_llama)
+
+
+def test_the_tokens_may_stand_in_any_order(folder, target, tiny_llama, tmp_path):
+    """And the export of such a drafter is as good as another."""
+    tensors = load_file(folder / "model.safetensors")
+    ids = torch.arange(0, 512, 2).flip(0)
+    tensors["d2t"], tensors["lm_head.weight"] = ids - torch.arange(256), tensors["lm_head.weight"].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    drafter = start(folder, target, tiny_llama)
+    assert torch.equal(drafter.target_ids, ids)
+    export(
+        drafter.state_dict(), shape=drafter.shape, boundaries=[2, 3, 5], depths=3, target_name="tiny_llama",
+        target_path=Path(tiny_llama.path), out=tmp_path / "export", engine="sglang", engine_version="0.5.23",
+    )  # fmt: skip
+    assert torch.equal(load_drafter(tmp_path / "export")[0].target_ids, ids)
+
+
+def test_a_drafter_that_says_every_token_needs_no_map(folder, target, tiny_llama):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn(512, 128)
+    del tensors["d2t"], tensors["t2d"]
+    save_file(tensors, folder / "model.safetensors")
+    drafter = start(folder, target, tiny_llama, "drafter.draft_vocab_size=512")
+    assert torch.equal(drafter.target_ids, torch.arange(512)) and drafter.t2d.all()
 
 
 def test_a_folder_without_a_map_or_without_weights_is_no_drafter(folder, target, tiny_llama):

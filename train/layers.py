@@ -58,8 +58,14 @@ class Rotary(nn.Module):
                 max_position_embeddings=shape.max_position_embeddings,
             )
             config.rope_parameters = {**shape.rope_scaling, "rope_type": rope_type, "rope_theta": shape.rope_theta}
-            scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type]
-            frequencies, self.scale = scaled(config, torch.device("cpu"))
+            try:
+                scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type]
+                frequencies, self.scale = scaled(config, torch.device("cpu"))
+            except (KeyError, TypeError, RuntimeError) as error:  # unknown, incomplete, or not as long as half a head
+                raise ValueError(
+                    f"rope scaling {config.rope_parameters} does not fit heads of {shape.head_dim} ({error}): set "
+                    "drafter.inherit_rope_scaling=false"
+                ) from error
         self.register_buffer("frequencies", frequencies.to(torch.float32), persistent=False)  # [D/2]
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,19 @@ from dataclasses import asdict, dataclass
 from train.config import DrafterConfig
 
 
+# Of which SGLang makes the frequencies that Transformers makes. Not dynamic: the one has them for the longest context at
+# once, the other as positions come. Nor mrope, which counts positions in three ways.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+def rope_scaling_of(config: dict) -> dict:
+    """What a config.json says of rope scaling, but for what is said or derived elsewhere; empty: none."""
+    beside = ("rope_theta", "partial_rotary_factor", "attention_factor")
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = {name: value for name, value in found.items() if name not in beside}
+    return {} if scaling.get("rope_type", scaling.get("type", "default")) == "default" else scaling
+
+
 @dataclass(frozen=True)
 class DrafterShape:
     """Every size of a drafter, resolved: nothing is null, nothing is inherited any more."""
@@ -35,10 +48,13 @@ class DrafterShape:
         """
         heads = config.num_attention_heads or target["num_attention_heads"]
         rope = target.get("rope_parameters") or {}
-        scaling = dict(target.get("rope_scaling") or rope) if config.inherit_rope_scaling else {}
-        scaling.pop("rope_theta", None)
-        if scaling.get("rope_type", scaling.get("type", "default")) == "default":
-            scaling = {}
+        scaling = rope_scaling_of(target) if config.inherit_rope_scaling else {}
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in ROPE_TYPES:
+            raise ValueError(
+                f"the target's rope scaling is {kind!r}, which servers read differently than training does (they agree on "
+                f"{', '.join(ROPE_TYPES)}): set drafter.inherit_rope_scaling=false"
+            )
         shape = cls(
             hidden_size=target["hidden_size"],
             intermediate_size=config.intermediate_size or target["intermediate_size"],

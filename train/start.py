@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,8 +17,9 @@ from data.vocab import Vocabulary, draft_vocabulary
 from train.checkpoint import load_weights
 from train.config import TrainConfig
 from train.export import trained_name
+from train.layers import Rotary
 from train.model import Drafter
-from train.shape import DrafterShape
+from train.shape import DrafterShape, rope_scaling_of
 from train.target import Target
 
 # What the tensors' shapes do not tell
@@ -53,14 +55,15 @@ def published_drafter(folder: Path, shape: DrafterShape, *, boundaries: list[int
         d2t=torch.zeros(shape.draft_vocab_size, dtype=torch.int64),
         t2d=torch.zeros(shape.vocab_size, dtype=torch.bool),
     )
-    if "d2t" not in tensors:
+    if "d2t" not in tensors and shape.draft_vocab_size < shape.vocab_size:
         raise ValueError(
             f"{folder} has no d2t: without its vocabulary map its head means nothing, and no other one fits"
         )
     found = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    found.setdefault("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))  # it says every token
     target_ids = found["d2t"].long() + torch.arange(found["d2t"].shape[0])
-    if "t2d" not in found and int(target_ids.max()) < shape.vocab_size:  # it says the same once more
-        found["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True)
+    _check_map(target_ids, found.get("t2d"), vocab_size=shape.vocab_size, where=folder)
+    found.setdefault("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True))
     load_weights(drafter, found, where=folder)
     _check_boundaries(config, boundaries, target_path=target_path, where=folder)
     return drafter
@@ -72,18 +75,38 @@ def _read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     try:
         config = json.loads((folder / "config.json").read_text())
         tensors = {trained_name(name): tensor for file in files for name, tensor in load_file(file).items()}
-    except (OSError, json.JSONDecodeError, SafetensorError) as error:
+        if not isinstance(config, dict):
+            raise ValueError("config.json is not a JSON object")
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"init_from={folder} is no drafter ({error}): give a folder as SGLang serves it") from error
     if not files:
         raise ValueError(f"init_from={folder} has no .safetensors file: convert the drafter's weights first")
     return config, {name: tensor for name, tensor in tensors.items() if not name.endswith("embed_tokens.weight")}
 
 
+def _check_map(target_ids: Tensor, t2d: Tensor | None, *, vocab_size: int, where: Path) -> None:
+    """As the export at the end of the run will: the order is free, the tokens are not."""
+    named = target_ids.sort().values
+    valid = bool(((0 <= named) & (named < vocab_size)).all()) and bool((named.diff() > 0).all())
+    if not valid or (t2d is not None and not torch.equal(named, t2d.nonzero().flatten())):
+        raise ValueError(
+            f"init_from={where}: d2t and t2d do not name the same tokens below {vocab_size}, each of them once: d2t must "
+            "hold offsets (target id = i + d2t[i])"
+        )
+
+
 def _check_settings(config: dict, shape: DrafterShape, *, where: Path) -> None:
     mine = shape.as_dict()
     found = {name: config[name] for name in SETTINGS if config.get(name) is not None}
     found |= {name: bool(config.get(name, False)) for name in SWITCHES}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # Transformers 5 writes the first
+    found |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
     wrong = [f"{name} is {value} there, {mine[name]} here" for name, value in found.items() if value != mine[name]]
+    longest = config.get("max_position_embeddings", shape.max_position_embeddings)
+    scaled = replace(shape, rope_scaling=rope_scaling_of(config), max_position_embeddings=longest)
+    there, here = Rotary(scaled), Rotary(shape)  # said in many ways: what counts is what comes of it
+    if there.scale != here.scale or not torch.equal(there.frequencies, here.frequencies):
+        wrong.append(f"rope_scaling is {scaled.rope_scaling} there, {shape.rope_scaling} here (drafter.inherit_rope_scaling)")
     if wrong:
         raise ValueError(f"init_from={where} is another drafter: {'; '.join(wrong)}: set drafter.* as it has them")
 
