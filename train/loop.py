@@ -285,8 +285,8 @@ class Trainer:
         seen = self.agreement.gather(newest and newest.name)
         if len(set(seen)) > 1:
             raise ValueError(
-                f"the processes see different checkpoints in {self.folder} as the newest one ({seen}): a network's "
-                "file system takes a moment, start again"
+                f"the processes see different checkpoints in {self.folder} as the newest one ({seen}): copy the first "
+                "one's folder to every machine, or, where they share it, start again: its file system takes a moment"
             )
         if newest is None:
             return None
