@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.packs import BOUNDARIES, DRAFT_VOCAB, HIDDEN, VOCAB, small_drafter, small_target
-from train.export import check_export, export, load_drafter
+from train.export import check_export, export, layer_ids, load_drafter
 
 
 @pytest.fixture
@@ -133,6 +133,13 @@ def test_a_boundary_that_the_engine_cannot_capture_is_refused(target_folder, tmp
     with pytest.raises(ValueError, match="boundary 30"):
         exported(target_folder, tmp_path / "out", boundaries=(2, 15, 30))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_single_boundary_is_refused_where_the_server_would_leave_out_its_projection(target_folder):
+    """sglang/srt/models/llama_eagle3.py asks for fc by width: `hidden_states.shape[-1] != embeds.shape[-1]`."""
+    with pytest.raises(ValueError, match="of a single boundary would be served without its fc"):
+        layer_ids([15], target_folder, engine="sglang", engine_version="0.5.23")
+    assert layer_ids([15], target_folder, engine="vllm", engine_version="0.11") == [15]
 
 
 def test_an_export_replaces_an_earlier_one_and_no_other_folder(target_folder, tmp_path):

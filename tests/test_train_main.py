@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from data import vocab
 from data.locks import claim
@@ -73,6 +74,28 @@ def test_other_settings_in_the_same_folder_are_refused(trained, shards, tiny_lla
     assert done.returncode != 0
     assert "(seed=0 there, 1 here): choose another out=" in done.stderr
     assert json.loads((trained / "run.json").read_text())["seed"] == 0, "what is told of the run stays as it was"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"export_engine": "sglnag"}, "engine=sglnag: expected sglang or vllm"),
+        ({"attention": "fused", "log_every_steps": 4}, "attention=fused computes in bf16, precision is fp32"),
+    ],
+)
+def test_what_could_not_end_well_is_said_before_the_first_step(changes, words, shards, tiny_llama, tmp_path):
+    said = run([sys.executable, "train/main.py", *options(shards, tmp_path / "run", tiny_llama, **changes)], status=2)
+    assert words in said and not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_needs_a_gpu_says_so_without_one(trained, shards, tiny_llama, tmp_path):
+    changes = {"attention": "fused", "log_every_steps": 4, "precision": "bf16"}
+    said = run([sys.executable, "train/main.py", *options(shards, tmp_path / "run", tiny_llama, **changes)], status=2)
+    assert "attention=fused runs on CUDA, this is CPU: set attention=dense" in said
+    told = [f"target.path={tiny_llama.path}", f"drafter={trained}/export", f"shards={shards}", f"out={tmp_path}/evaluation"]
+    said = run([sys.executable, "train/evaluate.py", "target=tiny_llama", *told, "device=cuda"], status=2)
+    assert "device=cuda: PyTorch finds no GPU here" in said
 
 
 def with_nan(shards: Path, out: Path) -> Path:

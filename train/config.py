@@ -173,6 +173,11 @@ class TrainConfig:
     def __post_init__(self):
         if self.precision not in ("bf16", "fp8", "fp32", "fp64"):
             raise ValueError(f"precision is {self.precision!r}: choose bf16, fp8 or fp32")
+        if self.attention == "fused" and self.precision not in ("bf16", "fp8"):
+            raise ValueError(
+                f"attention=fused computes in bf16, precision is {self.precision}: set precision=bf16 or fp8, or "
+                "attention=dense"
+            )
         if self.activation_checkpointing not in ("none", "mlp", "layer"):
             raise ValueError(
                 f"activation_checkpointing is {self.activation_checkpointing!r}: choose none, mlp or layer"
@@ -215,8 +220,16 @@ class EvaluateConfig:
     out: str
     depths: int | None  # null: as many as the drafter was trained for
     tokens_per_pack: int
-    precision: str
+    precision: str  # bf16 | fp32
     device: str  # auto | cpu | cuda
+
+    def __post_init__(self):
+        if self.precision not in ("bf16", "fp32"):
+            raise ValueError(f"precision is {self.precision!r}: choose bf16 or fp32")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"device is {self.device!r}: choose auto, cpu or cuda")
+        if self.depths is not None and self.depths < 1:
+            raise ValueError(f"depths is {self.depths}: at least one draft is needed, or null")
 
 
 @dataclass

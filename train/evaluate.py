@@ -157,11 +157,15 @@ def _grouped(scores: list[DocumentScore], key: Callable[[DocumentScore], str], *
 
 @stage("evaluate")
 def main(config: EvaluateConfig) -> dict:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda: PyTorch finds no GPU here, set device=cpu")
     device = "cuda" if config.device == "auto" and torch.cuda.is_available() else config.device.replace("auto", "cpu")
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     target_path = ensure_target(config.target)
     drafter, exported = load_drafter(Path(config.drafter))
     reader = ShardReader(local_folder(config.shards), split=config.split)
+    if not len(reader):
+        raise ValueError(f"{config.shards} has no records of split={config.split}: choose another one, or extract some")
     check_shards(reader, target_path, name=exported["eyas"]["target"], boundaries=exported["eyas"]["boundaries"])
     target = Target.load(target_path, device=device, dtype=dtype)
     depths = config.depths or exported["eyas"]["depths"]

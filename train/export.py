@@ -54,15 +54,8 @@ def export(
     others = sorted({path.name for path in out.iterdir()} - WRITTEN) if out.exists() else []
     if others:
         raise ValueError(f"{out} holds {', '.join(others[:3])}, and an export replaces all of it: choose another out=")
-    target_config = text_config(target_path)
-    ids = engine_layer_ids(
-        boundaries,
-        architecture=architecture_of(target_path),
-        engine=engine,
-        engine_version=engine_version,
-        num_layers=target_config["num_hidden_layers"],
-    )
-    config = _config(shape, target_config, layer_ids=ids, engine=engine)
+    ids = layer_ids(boundaries, target_path, engine=engine, engine_version=engine_version)
+    config = _config(shape, text_config(target_path), layer_ids=ids, engine=engine)
     config["eyas"] = {"boundaries": list(boundaries), "depths": depths, "target": target_name, "engine": engine}
     partial = out.with_name(f".partial-{out.name}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -85,6 +78,22 @@ def export(
     shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)
     return config
+
+
+def layer_ids(boundaries: list[int], target_path: Path, *, engine: str, engine_version: str) -> list[int]:
+    """What the engine is told. Raises ValueError when it cannot serve a drafter of these boundaries."""
+    if engine == "sglang" and len(boundaries) == 1:
+        raise ValueError(
+            f"boundaries {boundaries}: SGLang projects features that are wider than the target's hidden size, so a drafter "
+            "of a single boundary would be served without its fc: set target.boundaries to two or more"
+        )
+    return engine_layer_ids(
+        boundaries,
+        architecture=architecture_of(target_path),
+        engine=engine,
+        engine_version=engine_version,
+        num_layers=text_config(target_path)["num_hidden_layers"],
+    )
 
 
 def load_drafter(folder: Path) -> tuple[Drafter, dict]:

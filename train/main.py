@@ -23,9 +23,10 @@ from data.storage import local_folder
 from train.briefing import briefing
 from train.config import TrainConfig
 from train.engine import accelerator_of
-from train.export import export
+from train.export import export, layer_ids
 from train.follow import wait_for_shards
 from train.loop import Trainer
+from train.progress import device_name
 from train.running import only_run
 from train.shape import DrafterShape
 from train.start import first_drafter
@@ -52,6 +53,9 @@ def main(config: TrainConfig) -> dict:
         raise ValueError(f"{shards} has no records of the train split: extract more, or choose other shards=")
     check_shards(train_reader, target_path, name=config.target.name, boundaries=config.target.boundaries)
     shape = DrafterShape.resolve(config.drafter, text_config(target_path), num_boundaries=len(config.target.boundaries))
+    layer_ids(
+        config.target.boundaries, target_path, engine=config.export_engine, engine_version=config.export_engine_version
+    )  # the export comes last: what it cannot be told is said now
     accelerator.print(
         briefing(config, shape, train_reader, device=accelerator.device, num_processes=accelerator.num_processes)
     )
@@ -59,6 +63,8 @@ def main(config: TrainConfig) -> dict:
         accelerator.end_training()
         sys.exit()  # and no summary: nothing was done
 
+    if config.attention == "fused" and accelerator.device.type != "cuda":
+        raise ValueError(f"attention=fused runs on CUDA, this is {device_name(accelerator.device)}: set attention=dense")
     with only_run(out, accelerator):
         summary = _trained(
             config,
