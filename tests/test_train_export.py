@@ -165,3 +165,6 @@ def test_an_export_whose_copy_was_cut_short_is_refused(target_folder, tmp_path):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="no exported drafter"):
         load_drafter(tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="config.json is not a JSON object"):
+        load_drafter(tmp_path / "out")

@@ -47,6 +47,13 @@ def test_an_mla_targets_scaling_can_be_left_out():
     assert shape.rope_scaling == {}
 
 
+def test_a_size_that_the_target_does_not_tell_is_asked_for():
+    target = {name: value for name, value in TARGET.items() if name != "intermediate_size"}
+    with pytest.raises(ValueError, match="does not say what to take for drafter.intermediate_size"):
+        DrafterShape.resolve(drafter_config(), target, num_boundaries=3)
+    assert DrafterShape.resolve(drafter_config(intermediate_size=512), target, num_boundaries=3).intermediate_size == 512
+
+
 @pytest.mark.parametrize(
     "scaling, words",
     [

@@ -113,11 +113,13 @@ def check_export(folder: Path) -> dict:
     """The folder's config.json, after every key, shape and id was checked. Raises ValueError naming what is wrong."""
     try:
         config = json.loads((folder / "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError("config.json is not a JSON object")
         with safe_open(folder / "model.safetensors", framework="pt") as file:
             shapes = {trained_name(name): file.get_slice(name).get_shape() for name in file.keys()}
             d2t = file.get_tensor("d2t") if "d2t" in file.keys() else None
             t2d = file.get_tensor("t2d") if "t2d" in file.keys() else None
-    except (OSError, json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
             f"{folder} is no exported drafter ({error}): give a folder that train/export.py wrote"
         ) from error

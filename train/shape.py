@@ -46,6 +46,10 @@ class DrafterShape:
 
         Raises ValueError when the sizes do not fit together.
         """
+        needed = ("num_attention_heads", "intermediate_size", "max_position_embeddings")
+        missing = [f"drafter.{name}" for name in needed if not (getattr(config, name) or target.get(name))]
+        if missing:
+            raise ValueError(f"the target's config.json does not say what to take for {', '.join(missing)}: set it")
         heads = config.num_attention_heads or target["num_attention_heads"]
         rope = target.get("rope_parameters") or {}
         scaling = rope_scaling_of(target) if config.inherit_rope_scaling else {}
