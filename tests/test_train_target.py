@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from data.hugging_face import transformers
+from train.loss import Teacher
 from train.target import Target
 
 CONFIG = {"num_hidden_layers": 4, "hidden_size": 8, "vocab_size": 20}
@@ -39,6 +41,27 @@ def tensors(*, prefix="model.", head="lm_head.weight", rows=20):
 
 def load(folder):
     return Target.load(folder, device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name, changes", [("Cohere", {"logit_scale": 0.25}), ("Granite", {"logits_scaling": 8.0})])
+def test_the_teacher_is_the_targets_own_distribution_also_where_its_logits_have_a_factor(tmp_path, name, changes):
+    """Transformers' logits are the truth; their argmax alone would not tell."""
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.5)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        tokens = torch.arange(12)[None]
+        last, logits = model.model(tokens).last_hidden_state[0], model(tokens).logits[0]
+    target = load(tmp_path)
+    assert torch.equal(target.embedding, model.get_input_embeddings().weight)
+    teacher = Teacher.of(last, target.head, target_ids=torch.arange(64))
+    torch.testing.assert_close(teacher.logits - teacher.log_normalizer[:, None], logits.log_softmax(-1), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -29,7 +29,8 @@ class Target:
 
     embedding   [vocab, H]  input embedding
     final_norm  [H]         weight of the norm in front of the head
-    head        [vocab, H]  output projection; the embedding itself when the two are tied
+    head        [vocab, H]  output projection, times what the target multiplies its logits with (Cohere, Granite); the
+                            embedding itself when the two are tied and there is no such factor
     config      dict        the (text part of the) target's config.json
     """
 
@@ -66,6 +67,9 @@ class Target:
             # Some targets pad their tables beyond vocab_size; fewer rows can only be a wrong file.
             if tensor.dim() != 2 or tensor.shape[0] < shape[0] or tensor.shape[1] != shape[1]:
                 raise ValueError(f"{path}: the {name} is {list(tensor.shape)}, its config says {list(shape)}")
+        scale = (config.get("logit_scale") or 1.0) / (config.get("logits_scaling") or 1.0)
+        if scale != 1.0:
+            head, tied = head.float() * scale, False
         embedding, final_norm, head = (
             tensor.to(device=device, dtype=dtype) for tensor in (embedding[: shape[0]], final_norm, head[: shape[0]])
         )
