@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import weakref
+from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,6 +14,8 @@ from data.encoding import Layout, decode
 from data.manifest import Entry, ShardInfo, read_index
 from data.schema import Provenance, Record
 from data.storage import Remote, Unreachable
+
+_MOST_OPEN = 64  # shards of a process; each takes two of the files that it may have open, of which there are often 1,024
 
 
 class Shard:
@@ -23,6 +27,10 @@ class Shard:
         self._layout = Layout(provenance)
         self._file: IO[bytes] | None = None
         self._map: mmap.mmap | None = None
+
+    def close(self) -> None:
+        """Opened again by the next read; records that were read stay as they are."""
+        self._file = self._map = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_map": None, "_file": None}
@@ -47,24 +55,36 @@ class Shard:
 
     def _bytes(self, entry: Entry, into: bytearray | None) -> tuple[mmap.mmap | bytearray, int]:
         """Where the record's bytes are in memory: a buffer, and the offset in it."""
-        if self._file is None:
-            file = self.folder / self.info.name
-            if not file.exists() and (remote := Remote.of(self.folder)):
+        file, mapped = self._file, self._map  # another thread may close it
+        if file is None:
+            path = self.folder / self.info.name
+            if not path.exists() and (remote := Remote.of(self.folder)):
                 if not remote.keep:
                     return remote.read(self.info.name, entry.offset, entry.size), 0
                 remote.download(self.info, self.folder)
-            self._file = file.open("rb", buffering=0)
+            self._file = file = path.open("rb", buffering=0)
+            _close_oldest(self)
         if into is not None:
             view, done = memoryview(into)[: entry.size], 0
             while done < entry.size:  # a read of more than 2 GB comes in parts
-                count = os.preadv(self._file.fileno(), [view[done:]], entry.offset + done)
+                count = os.preadv(file.fileno(), [view[done:]], entry.offset + done)
                 if count == 0:
                     raise ValueError("the file ends before it")
                 done += count
             return into, 0
-        if self._map is None:
+        if mapped is None:
             # a private copy-on-write map: torch takes it as writable, the file stays as it is
-            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._map = mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         start = entry.offset - entry.offset % mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_WILLNEED, start, entry.offset + entry.size - start)  # all of it in one go
-        return self._map, entry.offset
+        mapped.madvise(mmap.MADV_WILLNEED, start, entry.offset + entry.size - start)  # all of it in one go
+        return mapped, entry.offset
+
+
+_opened: deque[weakref.ref[Shard]] = deque()  # in the order in which they were opened
+
+
+def _close_oldest(newest: Shard) -> None:
+    """Once more than _MOST_OPEN are open."""
+    _opened.append(weakref.ref(newest))
+    if len(_opened) > _MOST_OPEN and (oldest := _opened.popleft()()) is not None:
+        oldest.close()

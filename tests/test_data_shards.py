@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -263,6 +264,19 @@ def test_a_reader_travels_to_another_process(tmp_path: Path):
     reader = ShardReader(dataset_of(tmp_path, [record_of("a")]), split="train")
     reader.read(0)
     assert pickle.load(io.BytesIO(pickle.dumps(reader))).read(0).id == "a"
+
+
+def test_a_dataset_may_have_more_shards_than_a_process_may_open_files(tmp_path: Path):
+    ids = [f"r{i}" for i in range(400)]
+    reader = ShardReader(dataset_of(tmp_path, [record_of(id) for id in ids], shard_bytes=1), split="train")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 150, hard))
+    try:
+        first = reader.read(0)
+        assert [record.id for record in reader] == ids
+        assert torch.equal(first.tokens, reader.read(0).tokens)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_record_read_into_a_buffer_lives_there(tmp_path: Path):
