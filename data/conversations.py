@@ -50,6 +50,13 @@ class Conversation:
     tokens: list[int] | None = None
     loss_mask: list[int] | None = None
 
+    def __post_init__(self) -> None:
+        """Raises Refused for half a character: JSON can say it, as of an emoji that was cut, tokenizers and files cannot."""
+        try:
+            json.dumps([self.id, self.source, self.messages, self.tools, self.text], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Refused("half a character (a surrogate without the other)") from None
+
 
 def read_rows(path: Path | str) -> Iterator[tuple[int, Any]]:
     """(line number from 1, JSON value) of every line that is not blank; a .json file is one list.
@@ -146,8 +153,10 @@ def _message(message: Any) -> dict[str, Any]:
     reasoning = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
     if reasoning and role == "assistant":
         clean["reasoning_content"] = _text(reasoning)
-    if message.get("tool_calls"):
-        clean["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise Refused("tool_calls that are not a list")
+        clean["tool_calls"] = [_tool_call(call) for call in calls]
     for key in ("name", "tool_call_id"):
         if message.get(key):
             clean[key] = message[key]
