@@ -49,6 +49,8 @@ class GrowingFile:
             if count:
                 chunks[0] = memoryview(chunks[0])[count:]
         if before // _FLUSH_BYTES < self._written // _FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
+            if self._flushed is not None:
+                self._flushed.result()  # what was lost is said once: the next flush would succeed
             self._flushed = self._flusher.submit(os.fdatasync, self._file.fileno())
 
     def finish(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tarfile
 import time
@@ -96,6 +97,23 @@ def test_of_records_submitted_at_once_those_that_can_be_stored_are(tmp_path):
         with pytest.raises(ValueError, match="r3 is of split validation"):
             writer.submit([records[4], records[3]])
     assert [record.id for record in ShardReader(tmp_path, split="train")] == ["r0", "r2", "r4"]
+
+
+def test_a_flush_that_failed_is_not_forgotten_for_a_later_one(tmp_path, monkeypatch):
+    """A file system without room may say so once, when it is told to write, and drop what it held."""
+    flushes = []
+
+    def full_once(descriptor):
+        flushes.append(descriptor)
+        if len(flushes) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("data.growing._GATHER_BYTES", 1)
+    monkeypatch.setattr("data.growing._FLUSH_BYTES", 1)
+    monkeypatch.setattr(os, "fdatasync", full_once)
+    with pytest.raises(ValueError, match="No space left on device.*free some space"):
+        write(tmp_path, lanes=1, seconds_each=0.01)
+    assert finished_ids(tmp_path) == set()
 
 
 def test_a_shard_that_was_interrupted_in_a_record_is_not_finished(tmp_path, monkeypatch):
