@@ -90,10 +90,13 @@ class TeacherHead:
     device  a product of 2 * H * vocab operations a token: on a CPU that suits small targets only
 
     Logits are float32 whatever the head's dtype: bfloat16 ones have ties among the most likely tokens.
+    Raises ValueError if there is no such device.
     """
 
     def __init__(self, head: Tensor, *, device: torch.device | str) -> None:
         self.device = torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError("there is no GPU here to ask the target's head: leave its device at auto, or set cpu")
         self.head = head.to(self.device, head.dtype if self.device.type == "cuda" else torch.float32)
 
     @torch.no_grad()

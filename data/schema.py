@@ -89,7 +89,10 @@ class Provenance:
     def __post_init__(self) -> None:
         object.__setattr__(self, "boundaries", tuple(self.boundaries))
         check_boundaries(self.boundaries, self.num_layers)
-        object.__setattr__(self, "codec", Codec.parse(self.codec).name)
+        codec = Codec.parse(self.codec)
+        object.__setattr__(self, "codec", codec.name)
+        if codec.top_k >= self.vocab_size:
+            raise ValueError(f"codec={codec.name} keeps all {self.vocab_size} tokens of {self.target}, or more: expected fewer, like topk64")
 
     @classmethod
     def of_target(

@@ -71,6 +71,8 @@ def main(config: RecodeConfig) -> dict:
     recode(source, out, codec=codec, head=head, shard_bytes=config.shard_bytes)
     before, after = (sum(shard.bytes for shard in Manifest.load(folder).shards) for folder in (source, out))
     num_tokens = sum(shard.tokens for shard in Manifest.load(out).shards)
+    if num_tokens == 0:
+        raise ValueError(f"{source} has no records: nothing was recoded; the command that makes it continues there")
     return {
         "codec": codec.name,
         "tokens": num_tokens,
@@ -90,7 +92,10 @@ def recode(source: Path, out: Path, *, codec: Codec, head: TeacherHead | None, s
     Raises ValueError if `source` lacks what the codec stores, or `out` holds another dataset.
     """
     manifest = Manifest.load(source)
+    if out.resolve() == source.resolve():
+        raise ValueError(f"out={out} is the dataset itself: choose another out=")
     provenance = replace(manifest.provenance, codec=codec.name)
+    _check_possible(source, Codec.parse(manifest.provenance.codec), codec)
     done = finished_ids(out)
     if strange := done - finished_ids(source):
         raise ValueError(
@@ -115,17 +120,24 @@ def recode(source: Path, out: Path, *, codec: Codec, head: TeacherHead | None, s
         mark_complete(out)
 
 
+def _check_possible(source: Path, found: Codec, codec: Codec) -> None:
+    """Raises ValueError if what `codec` stores cannot be had from `found`."""
+    if found.last != "topk":
+        return
+    if codec.last != "topk":
+        raise ValueError(f"{source} is {found.name} and has no last, codec {codec.name} stores it: capture it again")
+    if codec.top_k > found.top_k:
+        raise ValueError(
+            f"{source} has the {found.top_k} most likely tokens and no last, codec {codec.name} stores more: capture it again"
+        )
+
+
 def with_top_k(record: Record, codec: Codec, head: TeacherHead | None) -> Record:
     """The record with the teacher's most likely tokens, if the codec stores them: from `last`, or of those it has."""
     if codec.last != "topk":
         return record
     if record.last is not None:
         return replace(record, **head.top_k(record.last, codec.top_k))
-    if record.top_ids.shape[1] < codec.top_k:
-        raise ValueError(
-            f"record {record.id} has the {record.top_ids.shape[1]} most likely tokens and no last, codec {codec.name} "
-            f"stores more: capture them again"
-        )
     kept = {name: getattr(record, name)[:, : codec.top_k] for name in ("top_ids", "top_log_probs")}
     return replace(record, **kept)
 

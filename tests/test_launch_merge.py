@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -191,3 +192,31 @@ def test_recoding_continues_and_takes_what_a_codec_has(tmp_path: Path):
     for codec, message in (("bf16", "has no last"), ("bf16+topk6", "codec bf16.topk6 stores more")):
         with pytest.raises(ValueError, match=message):
             recode(tmp_path / "topk", tmp_path / f"to-{codec}", codec=Codec.parse(codec), head=None, shard_bytes=1)
+        assert not (tmp_path / f"to-{codec}").exists(), "another codec may be tried there"
+
+
+@pytest.mark.parametrize(
+    ("codec", "out", "options", "message"),
+    [
+        ("fp8+topk512", "out", [], "keeps all 512 tokens of tiny_llama, or more"),
+        pytest.param(
+            "fp8+topk8", "out", ["device=cuda"], "there is no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+        ("fp8", "shards", [], "is the dataset itself: choose another out="),
+        ("fp8", "none", ["shards=empty"], "empty has no records: nothing was recoded"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_recoded_is_one_line(
+    captured: Path, tiny_llama, tmp_path: Path, monkeypatch, capsys, codec: str, out: str, options: list[str], message: str
+):
+    monkeypatch.setenv("EYAS_MODELS", str(Path(tiny_llama.path).parent))
+    shutil.copytree(captured, tmp_path / "shards")
+    provenance = Manifest.load(captured).provenance
+    ShardWriter(tmp_path / "empty", provenance=provenance, split="train", shard_bytes=1).close()
+    monkeypatch.chdir(tmp_path)
+    given = ["target=tiny_llama", "shards=shards", f"out={out}", f"codec={codec}"]
+    monkeypatch.setattr(sys, "argv", ["launch/recode.py", *given, *options])
+    with pytest.raises(SystemExit):
+        main_of_recode()
+    assert message in capsys.readouterr().err
