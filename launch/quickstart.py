@@ -50,10 +50,10 @@ def plan(config: QuickstartConfig) -> tuple[dict[str, list[str]], dict[str, Path
     out, target = Path(config.out), target_options(config.target)
     names = {"data": "prompts", "extract": "shards", "train": "run", "evaluate": "evaluation", "bench": "bench"}
     folders = {stage: out / name for stage, name in names.items()}
-    prompts, shards, trained = (folders[name] for name in ("data", "extract", "train"))
-    drafter = trained / "export"
+    prompts, shards = (_as_option(str(folders[name])) for name in ("data", "extract"))
+    drafter = _as_option(str(folders["train"] / "export"))
     commands = {
-        "data": ["python", "data/main.py", *target, f"conversations={config.conversations}",
+        "data": ["python", "data/main.py", *target, f"conversations={_as_option(config.conversations)}",
                  f"validation_fraction={config.validation_fraction}"],
         "extract": ["python", "extract/main.py", *target, f"prompts={prompts}"],
         "train": [*accelerate(), "train/main.py", *target, f"shards={shards}", f"experiment={config.experiment}"],
@@ -61,7 +61,7 @@ def plan(config: QuickstartConfig) -> tuple[dict[str, list[str]], dict[str, Path
         "bench": ["python", "launch/bench.py", *target, f"drafter={drafter}", f"prompts={prompts}"],
     }  # fmt: skip
     for name, command in commands.items():
-        command += [f"out={folders[name]}", *getattr(config.options, name)]
+        command += [f"out={_as_option(str(folders[name]))}", *getattr(config.options, name)]
     return commands, folders
 
 
@@ -175,10 +175,11 @@ def print_table(summary: dict, picture: Path) -> None:
 
 
 def print_next(config: QuickstartConfig, folders: dict[str, Path]) -> None:
-    target, drafter = shlex.join(target_options(config.target)), folders["train"] / "export"
+    target = shlex.join(target_options(config.target))
+    drafter = shlex.quote(f"drafter={_as_option(str(folders['train'] / 'export'))}")
     print(f"""
 What to do next
-  serve it       python launch/serve.py {target} drafter={drafter}
+  serve it       python launch/serve.py {target} {drafter}
   your own data  python launch/quickstart.py {target} conversations=FILE.jsonl out=outputs/mine
   your own model a YAML like conf/target/{config.target.name}.yaml, then target=NAME: README, "The stages by hand"
 """)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from data.config import TargetConfig
 from launch.config import QuickstartConfig, StageOptions
@@ -107,6 +108,19 @@ def test_what_is_said_of_the_target_reaches_every_stage(tmp_path: Path):
     changed.target.name = "elsewhere"
     with pytest.raises(ValueError, match="there is no .*conf/target/elsewhere.yaml"):
         plan(changed)
+
+
+def test_a_path_with_any_characters_reaches_every_stage(tmp_path: Path):
+    """As a browser names what is downloaded twice."""
+    changed = config(tmp_path / "mine, it's [1]")
+    changed.conversations = "rows (1).jsonl"
+    commands, folders = plan(changed)
+    for name, command in commands.items():
+        overrides = [word for word in command if "=" in word and not word.startswith("--")]
+        told = {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(overrides)}
+        assert str(told["out"]) == str(folders[name])
+        assert name != "data" or str(told["conversations"]) == "rows (1).jsonl"
+        assert name != "bench" or str(told["prompts"]) == str(folders["data"])
 
 
 def test_more_options_reach_the_stage_they_name(tmp_path: Path):
