@@ -85,7 +85,7 @@ class Remote:
         One process at a time: a slower one must not put an older manifest in the place of a newer.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        with manifest_lock(folder), self._reached() as (files, root):
+        with manifest_lock(folder), self.reached() as (files, root):
             try:
                 content = files.cat_file(f"{root}/{FILE}")
             except FileNotFoundError:
@@ -106,7 +106,7 @@ class Remote:
 
     def read(self, name: str, offset: int, size: int) -> bytearray:
         """Bytes [offset, offset + size) of a file."""
-        with self._reached() as (files, root):
+        with self.reached() as (files, root):
             return bytearray(files.cat_file(f"{root}/{name}", start=offset, end=offset + size))
 
     def download(self, shard: ShardInfo, folder: Path) -> None:
@@ -117,7 +117,7 @@ class Remote:
                 return
             digest = hashlib.sha256()
             with (
-                self._reached() as (files, root),
+                self.reached() as (files, root),
                 files.open(f"{root}/{shard.name}", "rb", cache_type="readahead") as there,
             ):
                 try:
@@ -143,7 +143,7 @@ class Remote:
 
         Raises ValueError if another dataset is there, or the place cannot be reached.
         """
-        with self._reached() as (files, root):
+        with self.reached() as (files, root):
             files.makedirs(root, exist_ok=True)
             here, sent = Manifest.load(folder), {}
             if files.exists(f"{root}/{FILE}"):
@@ -168,7 +168,7 @@ class Remote:
             files.pipe_file(f"{root}/{FILE}", here.to_json().encode())
 
     @contextmanager
-    def _reached(self) -> Iterator[tuple[Any, str]]:
+    def reached(self) -> Iterator[tuple[Any, str]]:
         """File system and path. Its errors, of many kinds, become one."""
         try:
             yield fsspec.core.url_to_fs(self.url)
@@ -192,7 +192,7 @@ class Uploader:
         self.folder, self.keep_local = folder, keep_local
         self.remote = Remote(url.rstrip("/"), keep=False, mirror=False)
         if not (folder / FILE).exists():  # the folder was lost: what is there is taken up
-            with self.remote._reached() as (files, root):
+            with self.remote.reached() as (files, root):
                 there = files.exists(f"{root}/{FILE}")
             if there:
                 self.remote.pull(folder)

@@ -14,7 +14,6 @@ from collections.abc import Sequence  # noqa: E402
 from dataclasses import dataclass, replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-import fsspec  # noqa: E402
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -22,7 +21,7 @@ from data import vocab  # noqa: E402
 from data.config import require, stage, write_atomically  # noqa: E402
 from data.manifest import FILE, Manifest, ShardInfo, index_name, parse_part, read_index, remove_shards  # noqa: E402
 from data.schema import SPLITS, check_same  # noqa: E402
-from data.storage import local_folder  # noqa: E402
+from data.storage import Remote, local_folder  # noqa: E402
 from data.vocab import Vocabulary  # noqa: E402
 
 HOW = ("link", "move", "copy")
@@ -70,6 +69,7 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, how: str) -> Manifest
     Everything is checked before the first file is touched. Raises ValueError if a part is missing, incomplete, there
     twice, of another target or codec, or holds a record that another one has too; or if `out` holds a dataset.
     """
+    place, parts = _Place(out), [str(part).rstrip("/") for part in parts]
     folders = [local_folder(part) for part in parts]
     manifests = [Manifest.load(folder) for folder in folders]
     order = _in_order(parts, manifests)
@@ -87,7 +87,7 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, how: str) -> Manifest
     shards: list[ShardInfo] = []
     todo = [(part, shard) for part, manifest in zip(parts, manifests) for shard in manifest.shards]
     with tempfile.TemporaryDirectory() as small:
-        place = _Place(out, Path(small))
+        place.begin()
         for part, shard in tqdm(todo, desc="merge", unit="shard"):
             number = sum(other.split == shard.split for other in shards)
             renamed = replace(shard, name=f"{shard.split}-{number:06d}.tar")
@@ -98,9 +98,9 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, how: str) -> Manifest
         merged = Manifest(provenance=manifests[0].provenance, shards=tuple(shards), complete=True)
         if vocabulary is not None:
             vocabulary.save(small)
-            place.put(vocab.FILE)
+            place.put(Path(small, vocab.FILE))
         merged.save(small)
-        place.put(FILE)  # last: until then `out` is no dataset
+        place.put(Path(small, FILE))  # last: until then `out` is no dataset
     if how == "move" and not place.elsewhere:
         for folder, manifest in zip(folders, manifests):
             remove_shards(folder, {shard.name for shard in manifest.shards})
@@ -109,21 +109,31 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, how: str) -> Manifest
 
 
 class _Place:
-    """Where the merged dataset comes to be. Raises ValueError if there already is one."""
+    """Where the merged dataset comes to be. Raises ValueError if there already is one, or it cannot be reached."""
 
-    def __init__(self, out: Path | str, small: Path) -> None:
-        self.out, self.small, self.elsewhere = str(out), small, "://" in str(out)
-        self.files, self.root = fsspec.core.url_to_fs(self.out)
-        if self.files.exists(f"{self.root}/{FILE}"):
-            raise ValueError(f"{out} already holds a dataset: choose another out=")
-        self.files.makedirs(self.root, exist_ok=True)
+    def __init__(self, out: Path | str) -> None:
+        self.out, self.elsewhere = str(out), "://" in str(out)
+        self.remote = Remote(self.out.rstrip("/"), keep=False, mirror=False)
+        with self.remote.reached() as (files, root):
+            if files.exists(f"{root}/{FILE}"):
+                raise ValueError(f"{out} already holds a dataset: choose another out=")
+
+    def begin(self) -> None:
+        """Makes the folder, and takes out of it what a merge that was killed was writing."""
+        with self.remote.reached() as (files, root):
+            files.makedirs(root, exist_ok=True)
+        if not self.elsewhere:
+            for name in (FILE, vocab.FILE):
+                for leftover in Path(self.out).glob(f".{name}.*.tmp"):
+                    leftover.unlink()
 
     def bring(self, source: str, name: str, *, how: str) -> None:
         """The file at `source` under `name`."""
         if self.elsewhere != ("://" in source):
             raise ValueError(f"{source} is not where out={self.out} is: give both on one file system, or both on S3")
         if self.elsewhere:
-            self.files.copy(source, f"{self.root}/{name}")
+            with self.remote.reached() as (files, root):
+                files.copy(source, f"{root}/{name}")
             return
         target = Path(self.out, name)
         target.unlink(missing_ok=True)  # of a merge that was interrupted
@@ -139,12 +149,12 @@ class _Place:
                 f"cannot {how} {source} to {target} ({error.strerror}): set how=copy, or free some space"
             ) from error
 
-    def put(self, name: str) -> None:
-        """A file of `small`."""
+    def put(self, file: Path) -> None:
         if self.elsewhere:
-            self.files.put_file(str(self.small / name), f"{self.root}/{name}")
+            with self.remote.reached() as (files, root):
+                files.put_file(str(file), f"{root}/{file.name}")
         else:
-            write_atomically(Path(self.out, name), (self.small / name).read_bytes())
+            write_atomically(Path(self.out, file.name), file.read_bytes())
 
 
 def _in_order(parts: Sequence[Path | str], manifests: list[Manifest]) -> list[int]:

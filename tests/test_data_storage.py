@@ -250,5 +250,5 @@ def test_parts_on_s3_are_merged_by_the_store_itself(bucket: str, s3, tmp_path: P
         merge([tmp_path / "0", tmp_path / "1"], tmp_path / "all", how="link")
     with pytest.raises(ValueError, match="is not where out=.* is: give both on one file system, or both on S3"):
         merge([f"{bucket}-0", f"{bucket}-1"], tmp_path / "all", how="link")
-    merge([f"{bucket}-1", f"{bucket}-0"], bucket, how="link")
+    merge([f"{bucket}-1", f"{bucket}-0/"], bucket, how="link")
     assert same(ShardReader(local_folder(bucket), split="train"), "abc") and verify(bucket).complete

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data.codecs import Codec, TeacherHead
-from data.manifest import Manifest, finished_ids, mark_complete
+from data.manifest import Manifest, finished_ids, mark_complete, remove_shards
 from data.shards import ShardReader, ShardWriter
 from data.vocab import Vocabulary
 from launch.merge import main as main_of_merge
@@ -120,6 +120,23 @@ def test_an_interrupted_merge_loses_nothing_and_can_be_done_again(parts, tmp_pat
     monkeypatch.undo()
     merge(parts, tmp_path / "all", how="move")
     assert verify(tmp_path / "all").records == 8 and verify(tmp_path / "all").problems == {}
+
+
+def test_a_merge_that_was_killed_while_it_emptied_the_parts_is_said_to_be_done(parts, tmp_path: Path, monkeypatch):
+    """Not that a part is incomplete: its command would capture everything again."""
+
+    def interrupted(folder: Path, names: set[str]) -> None:
+        remove_shards(folder, names)
+        raise KeyboardInterrupt
+
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / ".manifest.json.99.tmp").write_text("of a merge before it")
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr("launch.merge.remove_shards", interrupted)
+        merge(parts, tmp_path / "all", how="move")
+    with pytest.raises(ValueError, match="already holds a dataset"):
+        merge(parts, tmp_path / "all", how="move")
+    assert verify(tmp_path / "all").problems == {} and verify(tmp_path / "all").records == 8
 
 
 def test_the_command_merges(parts, tmp_path: Path, monkeypatch, capsys):
