@@ -20,12 +20,13 @@ from tqdm import tqdm  # noqa: E402
 from data.codecs import is_finite  # noqa: E402
 from data.config import TargetConfig, stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
-from data.manifest import Manifest, claim_split, index_name, is_written, remove_shards  # noqa: E402
+from data.manifest import FILE, Manifest, claim_split, index_name, is_written, remove_shards  # noqa: E402
 from data.mapped import Shard  # noqa: E402
 from data.schema import SPLITS, Provenance, Record, check_same, safe_key  # noqa: E402
 from data.storage import Remote, Unreachable, local_folder, whole  # noqa: E402
 
 CHUNK_BYTES = 1 << 22  # of a shard, hashed at a time
+_TEMPORARY = (*(f".{split}-" for split in SPLITS), f".{FILE}.")  # of the dataset; a stage's summary is none of it
 
 
 @dataclass
@@ -243,7 +244,7 @@ def _problem(record: Record, provenance: Provenance, *, num_supervised: int) -> 
 def _check_leftovers(path: Path, found: Verified) -> None:
     listed = {name for shard in Manifest.load(path).shards for name in (shard.name, index_name(shard.name))}
     for file in sorted(path.iterdir()):
-        if file.name.startswith(".") and file.name.endswith(".tmp"):
+        if file.name.startswith(_TEMPORARY) and file.name.endswith(".tmp"):
             found.add(
                 file.name, "a temporary file that a killed run left: the command that made the dataset removes it"
             )

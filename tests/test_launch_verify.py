@@ -170,6 +170,13 @@ def test_what_a_killed_run_left_is_named(shards: Path, name: str):
     assert set(bad(shards)) == {name}
 
 
+@pytest.mark.parametrize("name", [".summary.json.17.tmp", ".remote.json.17.tmp"])
+def test_what_is_no_part_of_the_dataset_makes_it_no_worse(shards: Path, name: str):
+    """No command removes it, so that none would ever pass."""
+    (shards / name).write_bytes(b"x")
+    assert bad(shards) == {}
+
+
 def test_what_another_process_is_writing_is_no_leftover(shards: Path, monkeypatch):
     """A shard is finished while the others are read, and a next one is begun."""
     check, writers = verify_module._check_shard, []
