@@ -157,7 +157,7 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
             try:
                 with folders_are_values(config_class, config_folder / f"{config_name}.yaml"):
                     hydra.main(version_base=None, config_path=str(config_folder), config_name=config_name)(job)()
-            except (HydraException, OmegaConfBaseException, OSError) as error:  # nothing has started yet
+            except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:  # nothing has started yet
                 _stop(error, config_class)
             finally:
                 _report_failed_jobs()

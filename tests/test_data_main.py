@@ -74,6 +74,7 @@ def test_the_stage_from_conversations_to_prompts(tiny_llama: TargetConfig, tmp_p
         ([{"text": "a long story " * 9}], ["max_tokens=8"], "none of 1 rows"),
         ([{"tokens": [1, 2], "loss_mask": [0, 0]}], [], "none of 1 rows"),
         (ROWS, ["max_token=8"], "no option max_token: did you mean max_tokens"),
+        (ROWS, ["target=null"], "Config group override must be a string or a list"),
     ],
 )
 def test_bad_input_is_one_clear_error(
