@@ -49,8 +49,8 @@ class Run:
 
     @property
     def taus(self) -> list[dict]:
-        """The rows of its validations."""
-        return [row for row in self.rows if isinstance(row.get("tau"), (int, float))]
+        """The rows of its validations; nan (nothing was generated) is none."""
+        return [row for row in self.rows if isinstance(tau := row.get("tau"), (int, float)) and tau == tau]
 
     @property
     def best(self) -> dict | None:
@@ -91,7 +91,8 @@ def find(folder: Path) -> list[Run]:
     if list(folder.glob("run-*.wandb")):
         return [of_wandb(folder)]
     inside = sorted(file.parent for file in folder.glob("*/metrics.jsonl"))
-    inside += sorted(file.parent for file in folder.glob("*/run-*.wandb")) if not inside else []
+    if not inside:  # W&B's latest-run is a link to one of them
+        inside = sorted({file.parent.resolve() for file in folder.glob("*/run-*.wandb")})
     if not inside:
         raise ValueError(
             f"{folder} is no run: expected metrics.jsonl (of train/main.py), run-*.wandb (an offline run of W&B), or "
@@ -245,8 +246,21 @@ def _short(value) -> str:
 def _json(file: Path) -> dict:
     try:
         return json.loads(file.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return {}
+
+
+def compare(runs: list[Run], *, png: Path, data: Path | None) -> None:
+    """Prints the table and draws the picture; data: file for the table, too. Raises ValueError or OSError."""
+    header, rows = table(runs)
+    print(show(header, rows))
+    if data:
+        data.parent.mkdir(parents=True, exist_ok=True)
+        data.write_text(json.dumps([dict(zip(header, row)) for row in rows], indent=1) + "\n")
+    if any(run.taus for run in runs):
+        print(f"picture: {draw(runs, png)}")
+    else:
+        print("no picture: no run has been validated yet")
 
 
 def main() -> None:
@@ -256,19 +270,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the table as data")
     arguments = parser.parse_args()
     try:
-        runs = [run for folder in arguments.runs for run in find(folder)]
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        compare([run for folder in arguments.runs for run in find(folder)], png=arguments.png, data=arguments.json)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
-    header, rows = table(runs)
-    print(show(header, rows))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps([dict(zip(header, row)) for row in rows], indent=1) + "\n")
-    if any(run.taus for run in runs):
-        print(f"picture: {draw(runs, arguments.png)}")
-    else:
-        print("no picture: no run has been validated yet")
 
 
 if __name__ == "__main__":

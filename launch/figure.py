@@ -48,7 +48,7 @@ def draw(out: Path, *, metrics: list[dict], offline: dict, live: dict, title: st
 def read_metrics(path: Path) -> list[dict]:
     """The lines of a run's metrics.jsonl, without those that a death cut short, or that are just being written."""
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows

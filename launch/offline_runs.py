@@ -53,17 +53,21 @@ def records(file: Path) -> Iterator[bytes]:
 
 
 def read(folder: Path) -> OfflineRun:
-    """The run in `folder`, an offline-run-*. Raises ValueError if there is none, or wandb is not installed."""
+    """The run in `folder`, an offline-run-*. Raises ValueError if there is none, it is damaged, or wandb is not installed."""
     files = sorted(folder.glob("run-*.wandb"))
     if len(files) != 1:
         raise ValueError(f"{folder} holds {len(files)} run-*.wandb files, expected one")
     try:
+        from google.protobuf.message import DecodeError
         from wandb.proto.wandb_internal_pb2 import Record
     except ImportError as error:
         raise ValueError(f"reading {folder} needs wandb: pip install wandb, or give the run's own folder") from error
     run = OfflineRun()
     for payload in records(files[0]):
-        record = Record.FromString(payload)
+        try:
+            record = Record.FromString(payload)
+        except DecodeError as error:
+            raise ValueError(f"{files[0]} is damaged ({error}): give the run's own folder, which has the same in it") from error
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run.name, run.group = record.run.display_name, record.run.run_group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,44 @@ def test_a_line_that_is_just_being_written_is_left_out(sweep):
     with (sweep / "01" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "loss": 0.')
     assert find(sweep / "01")[0].rows == before
+
+
+def test_bytes_that_a_dying_disk_left_hide_no_other_run(sweep):
+    before = find(sweep / "01")[0].rows
+    for name in ("metrics.jsonl", "run.json"):
+        with (sweep / "01" / name).open("ab") as file:
+            file.write(b"\xff\xfe\n")
+    assert [len(run.rows) for run in find(sweep)] == [6, len(before), 0]
+
+
+def test_a_validation_that_generated_nothing_is_not_the_best(sweep):
+    with (sweep / "00" / "metrics.jsonl").open("r+") as file:
+        rows = file.read()
+        file.seek(0)
+        file.write('{"step": 0, "tau": NaN, "validation": {"acc": [NaN]}}\n' + rows)
+    assert [row[2] for row in table(find(sweep))[1]] == ["2.000", "1.750", "-"]
+
+
+def test_wandbs_link_to_its_latest_run_is_no_other_run(tmp_path):
+    folder = tmp_path / "wandb" / "offline-run-1-a"
+    folder.mkdir(parents=True)
+    (folder / "run-a.wandb").write_bytes(b":W&B\x2c\xbe\x00")
+    (tmp_path / "wandb" / "latest-run").symlink_to(folder.name)
+    assert [run.name for run in find(tmp_path / "wandb")] == ["offline-run-1-a"]
+
+
+def test_a_damaged_run_of_wandb_is_named(tmp_path):
+    record = b"\xff" * 20
+    (tmp_path / "run-a.wandb").write_bytes(b":W&B\x2c\xbe\x00" + struct.pack("<IHB", 0, len(record), 1) + record)
+    with pytest.raises(ValueError, match="run-a.wandb is damaged .*: give the run's own folder"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize(("option", "file"), [("--png", "picture.word"), ("--json", ".")])
+def test_a_file_that_cannot_be_written_is_one_line(sweep, tmp_path, option, file):
+    command = [sys.executable, ROOT / "launch/compare.py", sweep, option, tmp_path / file]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path):
