@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from data.boundaries import text_config
-from data.config import typed
+from data.config import require, typed
 from launch.disk import bytes_per_token
 from train import plan
 from train.config import TrainConfig
@@ -225,7 +225,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def planned(arguments: argparse.Namespace) -> str:
-    """What is printed. Raises ValueError for a GPU that is not known, without its peak."""
+    """What is printed. Raises ValueError for a number that is not above 0, and a GPU that is not known, without its peak."""
+    for name in ("conversations", "tokens", "gpus", "gib", "link", "peak_tflops"):
+        value = getattr(arguments, name)
+        require(value is None or value > 0, f"--{name.replace('_', '-')}", value, "more than 0")
     config, shape = load(arguments.overrides)
     peak = arguments.peak_tflops or plan.peak_tflops(arguments.gpu)
     if peak is None:

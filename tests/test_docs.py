@@ -91,3 +91,9 @@ def test_what_kimis_plan_concludes_follows_from_its_numbers():
 def test_a_plan_for_a_gpu_that_is_not_known_asks_for_its_peak():
     with pytest.raises(ValueError, match="give --peak-tflops"):
         plan.planned(plan.parser().parse_args(["--gpu", "something"]))
+
+
+@pytest.mark.parametrize("option", ["--gpus=0", "--tokens=0", "--link=0", "--conversations=-1"])
+def test_a_plan_for_nothing_is_refused_by_name(option: str):
+    with pytest.raises(ValueError, match=f"{option.partition('=')[0]}=.*: expected more than 0"):
+        plan.planned(plan.parser().parse_args([option]))
