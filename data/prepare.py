@@ -18,7 +18,7 @@ from data.embedded import ensure_target
 from data.fingerprints import chat_template_hash, tokenizer_hash
 from data.prompts import PromptSet
 from data.tokenizing import Tokenizing, load_tokenizer
-from data.vocab import Vocabulary
+from data.vocab import FILE, Vocabulary
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 FORMAT_VERSION = 1  # raise it when the same conversations give other prompts
@@ -62,6 +62,8 @@ def prepare(config: DataConfig) -> dict[str, Any]:
     vocabulary = Vocabulary.count(
         prompts, tokenizing.tokenizer, vocab_size=limits["vocab_size"], tokenizer_hash=hashes["tokenizer_hash"]
     )
+    for earlier in ("prompts.safetensors", FILE):  # killed, it leaves none, not ids of these and tokens of those
+        (out / earlier).unlink(missing_ok=True)
     prompts.save(out)
     vocabulary.save(out)
     num_supervised = int(prompts.loss_mask.sum())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from data.config import TargetConfig
+from data.prepare import prepare_answers
 from data.prompts import PromptSet
 from data.vocab import Vocabulary
 
@@ -82,6 +83,28 @@ def test_bad_input_is_one_clear_error(
 ):
     assert message in error_of(run(tiny_llama, tmp_path, rows, *options))
     assert not (tmp_path / "out" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("killed", ["data.prompts.save", "data.prepare.Vocabulary.save"])
+def test_what_is_killed_leaves_nothing_of_earlier_prompts_beside_its_own(
+    tiny_llama: TargetConfig, tmp_path: Path, monkeypatch, killed: str
+):
+    """Else extraction would capture the tokens of one file under the ids of another."""
+
+    def dies(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    first, second, out = tmp_path / "first.jsonl", tmp_path / "second.jsonl", tmp_path / "out"
+    for file in (first, second):
+        file.write_text("".join(json.dumps({**row, "id": f"{file.stem}-{row['id']}"}) + "\n" for row in ROWS))
+    prepare_answers(tiny_llama, first, out)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(killed, dies)
+        prepare_answers(tiny_llama, second, out)
+    with pytest.raises(ValueError, match="holds no prompts|vocabulary.safetensors is missing"):
+        PromptSet.load(out), Vocabulary.load(out)
+    prepare_answers(tiny_llama, second, out)
+    assert PromptSet.load(out).ids[0] == "second-row-0"
 
 
 def test_a_target_without_a_chat_template_is_one_clear_error(tiny_llama: TargetConfig, tmp_path: Path):
