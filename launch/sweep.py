@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -172,9 +172,19 @@ def run_jobs(
             status = process.wait()
         with lock:
             del running[job]
-            slots.append(slot)
         job.record(status, seconds=time.monotonic() - began)
         return status
+
+    def run_or_say_why(job: Job, slot: int) -> int:
+        try:
+            return run(job, slot)
+        except (OSError, ValueError) as error:  # its folder cannot be written: the others go on
+            with suppress(OSError), job.log.open("a") as log:
+                log.write(f"error: {error}\n")
+            return 1
+        finally:
+            with lock:
+                slots.append(slot)
 
     with ThreadPoolExecutor(at_once) as pool, _signals() as stopped, _bar(len(jobs)) as bar:
         waiting, futures = list(jobs), {}
@@ -185,7 +195,7 @@ def run_jobs(
                 job = waiting.pop(0)
                 slots.remove(slot)
                 started[job] = time.monotonic()
-                futures[pool.submit(run, job, slot)] = job
+                futures[pool.submit(run_or_say_why, job, slot)] = job
                 bar.write(f"started {job.out}")
             _show(bar, list(futures.values()))
             for future in wait(futures, timeout=1.0, return_when=FIRST_COMPLETED).done:

@@ -347,6 +347,14 @@ def test_so_many_jobs_run_at_a_time_and_each_has_its_slot(tmp_path):
         assert mine and all(one[1] <= next_[0] for one, next_ in zip(mine, mine[1:]))
 
 
+def test_a_job_whose_folder_cannot_be_written_fails_alone(tmp_path):
+    jobs = place(tmp_path, [([f"a={i}"], f"a={i}", str(i)) for i in range(3)])
+    (jobs[0].out / STATUS).mkdir(parents=True)
+    ended = run_jobs(jobs, command=lambda job: ["true"], environment=lambda slot: dict(os.environ), at_once=1)
+    assert [ended[job] for job in jobs] == [1, 0, 0]
+    assert jobs[0].last_words().startswith(f"error: cannot write {jobs[0].out / STATUS}")
+
+
 def test_a_sweep_that_is_stopped_lets_its_jobs_save_and_starts_no_more(tmp_path):
     """SIGTERM reaches the jobs' whole process groups; they end in their own way."""
     job = "import signal,sys,time; signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0))); print('up', flush=True); time.sleep(60)"
