@@ -111,7 +111,7 @@ class Forecast:
         """`tokens` more are written."""
         self._left, self._done = self._left - tokens, self._done + tokens
         now = time.monotonic()
-        if now < self._next or self._left <= 0:
+        if now < self._next or self._left <= 0 or not self._done:
             return
         self._next = now + NEXT_FORECAST_SECONDS
         rate = self._remember(now)

@@ -81,6 +81,18 @@ def test_the_time_left_is_told_after_a_minute_and_remembered_for_the_next_plan(t
     assert "about 10 s at 119 tokens/s as before" in plan.line, plan.line
 
 
+def test_as_long_as_nothing_is_captured_no_rate_is_told(tmp_path, monkeypatch, capsys):
+    """The first prompts may fail, each tried four times, for more than a minute."""
+    clock = [0.0]
+    monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
+    forecast = Forecast(1_000_000, out=tmp_path)
+    clock[0] = 100.0
+    forecast.add(0)
+    assert capsys.readouterr().err == ""
+    forecast.add(10_000)
+    assert "extract: 100 tokens/s" in capsys.readouterr().err
+
+
 def test_sizes_and_durations_read_as_people_say_them():
     assert [size(n) for n in (999, 12_345, 4_700_000_000_000)] == ["999 bytes", "12.3 kB", "4.7 TB"]
     assert [duration(s) for s in (40, 61, 11_520)] == ["40 s", "1 min", "3 h 12 min"]
