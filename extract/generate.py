@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
@@ -145,6 +145,17 @@ def _finished(file: Path, questions: dict[str, str]) -> set[str]:
     return ids
 
 
+def append(file: BinaryIO, line: bytes) -> None:
+    """All of `line`, or nothing of it; `file` is unbuffered. Raises OSError if the disk is full."""
+    end, left = file.seek(0, os.SEEK_END), memoryview(line)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(end)
+        raise
+
+
 class _Session:
     """Many conversations with one server, their answers appended to `file`."""
 
@@ -167,14 +178,18 @@ class _Session:
                         await slots.acquire()
                         task = group.create_task(self._converse(conversation, client, lines, progress))
                         task.add_done_callback(lambda _: slots.release())
-        except* ServerGone as gone:
+        except* (ServerGone, OSError) as ended:
+            error, kept = ended.exceptions[0], f"the {self._earlier + self._answered} answers in {self._file} are kept"
+            if isinstance(error, OSError):
+                raise ValueError(
+                    f"cannot write {self._file}: {error.strerror or error}; {kept}: free some space and run again, it "
+                    f"continues there"
+                ) from error
             raise self._server.failure(
-                f"the server ended while generating ({gone.exceptions[0]}); the {self._earlier + self._answered} answers in "
-                f"{self._file} are kept",
-                cure="the same command continues there",
+                f"the server ended while generating ({error}); {kept}", cure="the same command continues there"
             ) from None
 
-    async def _converse(self, conversation: Conversation, client: Client, lines: Any, progress: tqdm) -> None:
+    async def _converse(self, conversation: Conversation, client: Client, lines: BinaryIO, progress: tqdm) -> None:
         """Answers one conversation and writes it; one that cannot be answered is told, and stands in the summary."""
         try:
             row = await self._converser.converse(conversation, client)
@@ -184,7 +199,7 @@ class _Session:
             return
         about = {"id": conversation.id, "source": conversation.source, "question": digest_of(conversation), **row}
         line = json.dumps(about, ensure_ascii=False).encode() + b"\n"
-        os.write(lines.fileno(), line)
+        append(lines, line)
         self._answered += 1
         self._tokens += len(row["response_ids"])
         progress.set_postfix(tokens=self._tokens, refresh=False)
