@@ -59,7 +59,7 @@ def generate(config: ExtractConfig, target: Path, *, start: Callable[[], Server]
         session = _Session(start().ready(), converser, out / FILE, earlier=len(questions) - len(missing))
         asyncio.run(session.run(missing, max_requests=config.sampling.max_requests))
         not_answered = session.not_answered
-    rows = [json.loads(line) for line in (out / FILE).read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / FILE).read_bytes().splitlines()]
     num_tokens = sum(len(row["response_ids"]) for row in rows)
     left = f", {len(not_answered)} not (see not_answered in the summary)" if not_answered else ""
     return {

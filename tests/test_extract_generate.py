@@ -102,3 +102,20 @@ def test_a_server_that_dies_leaves_the_answers_that_came(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"the server ended while generating \(gone\); the 2 answers in .* are kept"):
         asyncio.run(session(file).run(questions(9), max_requests=1))
     assert len(file.read_bytes().splitlines()) == 2
+
+
+def test_what_ends_a_line_of_text_does_not_end_a_row(tiny_llama, tmp_path):
+    """U+2028, U+2029 and U+0085 stand in JSON as they are; there is nothing left to ask, so no server is started."""
+    asked = {"id": "a", "turns": ["one\u2028two\u2029three\u0085four"]}
+    conversations, out = tmp_path / "asked.jsonl", tmp_path / "answers"
+    conversations.write_text(json.dumps(asked, ensure_ascii=False) + "\n")
+    out.mkdir()
+    messages = [{"role": "user", "content": asked["turns"][0]}, {"role": "assistant", "content": "five\u2028six"}]
+    row = {"id": "a", "response_ids": [40, EOS], "finished": True, "messages": messages}
+    (out / generate.FILE).write_text(json.dumps(row, ensure_ascii=False) + "\n")
+    config = SimpleNamespace(
+        target=tiny_llama, out=str(out), conversations=str(conversations),
+        sampling=SimpleNamespace(temperature=0, top_p=1, max_new_tokens=8, seed=0),
+    )  # fmt: skip
+    summary = generate.generate(config, Path(tiny_llama.path), start=None)
+    assert (summary["answered"], summary["answer_tokens"]) == (1, 2)
