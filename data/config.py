@@ -74,7 +74,7 @@ class DataConfig:
 
     conversations        file, one JSON object a line, see data/conversations.py
     out                  folder to write
-    max_tokens           longest conversation kept, tokens; null: the target's context
+    max_tokens           longest conversation kept, tokens; null: what a server of the target takes, 7 less than its context
     cut_long             cut what is longer to max_tokens instead of refusing it
     min_supervised       fewest supervised tokens of a conversation that is kept
     validation_fraction  0 .. 1, of the conversations, by the hash of their id

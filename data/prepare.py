@@ -16,12 +16,12 @@ from data.config import DataConfig, TargetConfig, finished, fingerprint, typed, 
 from data.conversations import count_rows, read_rows
 from data.embedded import ensure_target
 from data.fingerprints import chat_template_hash, tokenizer_hash
-from data.prompts import PromptSet
+from data.prompts import NOT_SERVED, PromptSet
 from data.tokenizing import Tokenizing, load_tokenizer
 from data.vocab import FILE, Vocabulary
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-FORMAT_VERSION = 1  # raise it when the same conversations give other prompts
+FORMAT_VERSION = 2  # raise it when the same conversations give other prompts
 
 
 def prepare(config: DataConfig) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def prepare(config: DataConfig) -> dict[str, Any]:
     num_rows = count_rows(conversations)
     target = ensure_target(config.target)
     limits = text_config(target)
+    context = limits.get("max_position_embeddings")
     hashes = {"tokenizer_hash": tokenizer_hash(target), "chat_template_hash": chat_template_hash(target)}
 
     options = {key: value for key, value in asdict(config).items() if key not in ("out", "target", "conversations")}
@@ -44,7 +45,7 @@ def prepare(config: DataConfig) -> dict[str, Any]:
     tokenizing = Tokenizing(
         load_tokenizer(target, trust_remote_code=config.target.trust_remote_code),
         vocab_size=limits["vocab_size"],
-        max_tokens=config.max_tokens or limits.get("max_position_embeddings") or sys.maxsize,
+        max_tokens=config.max_tokens or (context - NOT_SERVED if context else sys.maxsize),
         cut_long=config.cut_long,
         min_supervised=config.min_supervised,
         validation_fraction=config.validation_fraction,

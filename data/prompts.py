@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save
 
 from data.config import write_atomically
 
+NOT_SERVED = 7  # last tokens of a context: SGLang prefills no prompt that reaches them
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.conversations import Conversation, Refused
+from data.prompts import NOT_SERVED
 from data.rendering import Renderer
 from extract.client import Answer, Client, RequestFailed
 from extract.config import SamplingConfig
@@ -73,7 +74,7 @@ class Converser:
             prompt_ids = talk.ids + tokenizer(text[len(talk.text) :], add_special_tokens=False)["input_ids"]
         else:
             prompt_ids, talk.answers = tokenizer(text, add_special_tokens=False)["input_ids"], []
-        room = self._context - len(prompt_ids) - 1
+        room = self._context - NOT_SERVED - len(prompt_ids)  # so that what comes of it can be captured
         if room < 1:
             raise Refused(f"{len(prompt_ids)} tokens leave no room in a context of {self._context}")
         answer = await self._ask(client, prompt_ids, conversation, turn=len(talk.messages), room=room)

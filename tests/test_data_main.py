@@ -67,6 +67,14 @@ def test_the_stage_from_conversations_to_prompts(tiny_llama: TargetConfig, tmp_p
     assert other.stdout.startswith("data: 41 rows")
 
 
+def test_what_no_server_of_the_target_takes_is_refused(tiny_llama: TargetConfig, tmp_path: Path):
+    """Its context has 2048 tokens; that a server takes 2041 of them, and no more: tests/test_extract_capture.py."""
+    rows = [{"tokens": [5] * length, "loss_mask": [1] * length} for length in (2041, 2042)]
+    process = run(tiny_llama, tmp_path, rows)
+    assert "refused 1: longer than 2041 tokens (cut_long=true would cut it) (row 2)" in process.stderr
+    assert len(PromptSet.load(tmp_path / "out")) == 1
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [

@@ -13,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.boundaries import text_config
+from data.prompts import NOT_SERVED
 from extract.capture import Reference
-from extract.client import Client
+from extract.client import Client, RequestRefused
 from extract.command import WHOLE_ON_CPU, numbers_of
 from extract.config import ProbeConfig
 from extract.fetch import fetch, read_drafter_feed, rid_of
@@ -96,6 +98,18 @@ def test_captured_states_are_hugging_faces_at_every_boundary(name, boundaries, t
         assert relative(states.last, expected.last) <= 1e-4
         if i % 2:
             assert states.next_token == int((expected.last[-1] @ reference.head.T).argmax())
+
+
+def test_a_server_takes_all_but_the_last_tokens_of_its_context(models, tmp_path):
+    """The longest prompt that stage 1 keeps by itself, and one token more."""
+    target = Path(tiny_target("tiny_llama", models).path)
+    longest = text_config(target)["max_position_embeddings"] - NOT_SERVED
+    tokens = torch.arange(longest + 1, dtype=torch.int32) % VOCAB
+    with serve(target, tmp_path, boundaries=[2, 3, 5]) as server:
+        captured = on(server, lambda client: fetch(client, server.capturing.spool, tokens[:-1], rid=rid_of("longest")))
+        assert len(captured[0].last) == longest
+        with pytest.raises(RequestRefused, match="exceeds the maximum allowed length"):
+            on(server, lambda client: fetch(client, server.capturing.spool, tokens, rid=rid_of("longer")))
 
 
 def processor_share(server: Server, *, seconds: float) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.conversations import Refused, conversation_of
+from data.prompts import NOT_SERVED
 from data.rendering import Renderer
 from data.tokenizing import load_tokenizer
 from extract.client import Answer, RequestFailed
@@ -109,3 +110,6 @@ def test_a_request_that_fails_is_asked_again_and_one_without_room_is_refused(tok
         converse(tokenizer, row, Client([40, EOS], fails=2))
     with pytest.raises(Refused, match="leave no room in a context of 8"):
         converse(tokenizer, row, Client([40, EOS]), context=8)
+    length = len(converse(tokenizer, row, Client([40, EOS]))["prompt_ids"])
+    converse(tokenizer, row, full := Client([40, 41]), context=length + NOT_SERVED + 2)
+    assert full.asked[0][1]["max_new_tokens"] == 2, "with its answer, it can be captured"
