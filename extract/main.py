@@ -8,7 +8,6 @@ import sys, pathlib  # noqa: E401
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import functools  # noqa: E402
-import shutil  # noqa: E402
 from contextlib import ExitStack  # noqa: E402
 from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -49,11 +48,9 @@ def starter(stack: ExitStack, config: ExtractConfig, target: Path, capturing: Ca
 
     @functools.cache
     def start() -> Server:
-        if capturing and not config.server.spool and not config.server.url:
-            stack.callback(shutil.rmtree, capturing.spool, ignore_errors=True)  # after the server, which writes to it
         server = Server(
             target, engine=engine, config=config.server, out=Path(config.out) / "server", capturing=capturing,
-            trust_remote_code=config.target.trust_remote_code,
+            trust_remote_code=config.target.trust_remote_code, spool_is_temporary=not config.server.spool,
         )  # fmt: skip
         stack.callback(server.stop)
         server.begin()

@@ -6,6 +6,7 @@ import ctypes
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ class Server:
 
     target     Hugging Face folder            out  folder for its log and plugin
     capturing  what the plugin is asked for   drafting  the drafter to serve with
+    config     where it is, or is to be       spool_is_temporary  the spool's folder goes when the server does
     config.url attaches to a running server instead: it must have been started with the command that
     `python extract/main.py mode=command` prints, if it is to capture.
 
@@ -54,6 +56,7 @@ class Server:
         capturing: Capturing | None = None,
         drafting: Drafting | None = None,
         trust_remote_code: bool = False,
+        spool_is_temporary: bool = False,
     ) -> None:
         self.target, self.engine, self.config, self.out = Path(target), engine, config, Path(out)
         self.capturing, self.drafting, self.trust_remote_code = capturing, drafting, trust_remote_code
@@ -66,6 +69,8 @@ class Server:
         self._watch: Watch | None = None
         self._stopping = threading.Event()
         self._claimed: list[BinaryIO] = []  # locks on the folders that it writes to
+        self.spool_is_temporary = spool_is_temporary
+        self._leftover: Path | None = None  # the spool, once it is ours to remove
 
     def __enter__(self) -> Server:
         self.begin()
@@ -114,6 +119,9 @@ class Server:
         try:
             self._end()
         finally:
+            if self._leftover:  # still claimed: it is nobody else's yet
+                shutil.rmtree(self._leftover, ignore_errors=True)
+                self._leftover = None
             while self._claimed:
                 self._claimed.pop().close()
 
@@ -153,6 +161,7 @@ class Server:
             self._claimed.append(claim_folder(self.out, cure="choose another out="))
             if self.capturing:
                 self._claimed.append(claim_folder(self.capturing.spool, cure="set another server.spool="))
+                self._leftover = self.capturing.spool if self.spool_is_temporary else None
                 empty(self.capturing.spool)
             plugin = install_plugin((self.out / "plugin").resolve())  # the server runs in another folder
             log = self.log.open("wb")

@@ -142,6 +142,21 @@ def test_a_server_loads_while_its_caller_does_something_else(stand_in, tiny_llam
     assert not process.is_running()
 
 
+def test_a_temporary_spool_goes_with_its_server_and_not_with_another_that_may_not_write_to_it(
+    stand_in, tiny_llama, tmp_path
+):
+    first, second = (server(stand_in("ready"), tiny_llama, tmp_path, capture=True) for _ in range(2))
+    first.spool_is_temporary = second.spool_is_temporary = True
+    with first:
+        with pytest.raises(ValueError, match="another process has a server that writes to"):
+            second.begin()
+        second.out = tmp_path / "elsewhere"
+        with pytest.raises(ValueError, match="another process has a server that writes to .*spool"):
+            second.begin()
+        assert (tmp_path / "spool/server-1.json").exists() and (tmp_path / "spool/.lock").exists()
+    assert not (tmp_path / "spool").exists()
+
+
 def test_a_server_that_exits_shows_its_last_lines_and_what_to_do(stand_in, tiny_llama, tmp_path):
     message = refused(stand_in("exits"), tiny_llama, tmp_path)
     assert "exited with status 3" in message and "RuntimeError: CUDA out of memory" in message
