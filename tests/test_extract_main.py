@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -15,10 +16,12 @@ import pytest
 import torch
 
 from data.embedded import TINY_TEXT
+from data.locks import is_claimed
 from data.prompts import PromptSet
 from data.shards import ShardReader, finished_ids
 from extract.capture import Reference
 from extract.main import main
+from extract.preflight import choose_spool
 from tests.targets import ROOT, serve
 from tests.warm import warm_python
 
@@ -138,6 +141,25 @@ def test_a_run_killed_twice_continues_and_every_conversation_is_in_one_record(
     for asked, words in {"target.boundaries=[2,3,5]": "nothing to do", "target.boundaries=[1,2,3]": OTHER}.items():
         again = run(*options, asked, environment=environment)
         assert words in again.stdout + again.stderr
+
+
+@pytest.mark.parametrize(("number", "until"), [(signal.SIGTERM, "train-*.tar"), (signal.SIGINT, "server/server.log")])
+def test_a_run_that_is_told_to_end_says_so_in_a_line_and_leaves_nothing_in_memory(
+    prompts, environment, tmp_path, number, until
+):
+    """While it captures, and while its server starts, as users start it."""
+    out = tmp_path / "shards"
+    spool = choose_spool(None, out=out, in_flight_bytes=1)
+    status, output = interrupted(
+        [f"prompts={prompts}", f"out={out}", "shard_bytes=300000", "in_flight_bytes=1", "engine.python=null"],
+        out, environment,
+        kill=lambda extractor: extractor.send_signal(number),
+        until=lambda: spool.exists() and any(path.stat().st_size for path in out.glob(until)),
+    )  # fmt: skip
+    assert status == 128 + number and "Traceback" not in output, output
+    assert output.splitlines()[-1] == f"ended by {number.name}: what is finished is kept, the same command continues"
+    assert spool.parent == Path("/dev/shm") and not spool.exists()
+    assert not is_claimed(out / "server/.lock"), "its server is gone"
 
 
 def test_a_plan_says_what_is_to_do_and_starts_nothing_and_a_disk_too_small_is_refused(prompts, environment, tmp_path):
