@@ -252,6 +252,7 @@ def test_generate_answers_and_continues_and_keeps_the_servers_own_ids(conversati
         (["prompts=/nowhere", "engine.device=tpu"], "engine.device=tpu"),
         (["prompts=/nowhere", "promts=x"], "promts"),
         (["prompts=/nowhere", "part=4/4"], "part=4/4"),
+        (["prompts=/nowhere", "codec=fp8+topk512"], "codec=fp8+topk512 keeps all 512 tokens of tiny_llama, or more"),
         (["mode=generate_and_extract"], "needs conversations=FILE"),
         (["prompts=/nowhere", "server.url=localhost:3000"], "server.url=localhost:3000"),
     ],
