@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -36,12 +37,16 @@ _capture: Capture | None = None
 def register() -> None:
     """SGLang calls this in every process; only a scheduler's gets hooks, and only if a capture is asked for."""
     asked = os.environ.get(VARIABLE)
-    if not asked or "sglang.srt.managers.scheduler" not in sys.modules:
+    if not asked:
+        return
+    options = json.loads(asked)
+    if multiprocessing.parent_process() is None:  # the server's first process: no scheduler has written yet
+        spool.forget_servers(Path(options["spool"]))
+    if "sglang.srt.managers.scheduler" not in sys.modules:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     global _capture
-    options = json.loads(asked)
     _capture = Capture(Path(options["spool"]), layer_ids=options["layer_ids"])
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     if options["layer_ids"] is not None:

@@ -119,11 +119,18 @@ def forget(spool: Path, rids: Iterable[str]) -> None:
         shutil.rmtree(spool / rid, ignore_errors=True)
 
 
+def forget_servers(spool: Path) -> None:
+    """Removes what earlier servers have said of themselves."""
+    for path in spool.glob("server-*.json"):
+        path.unlink(missing_ok=True)
+
+
 def empty(spool: Path) -> None:
     """Removes what a killed run has left; whatever else the folder holds is not ours."""
+    forget_servers(spool)
     for path in spool.glob(f"{RID_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in (*spool.glob("server-*.json"), *spool.glob("piece-*"), *spool.glob(".piece-*.tmp")):
+    for path in (*spool.glob("piece-*"), *spool.glob(".piece-*.tmp")):
         path.unlink(missing_ok=True)
 
 

@@ -250,6 +250,17 @@ def test_outside_a_scheduler_nothing_is_hooked(monkeypatch):
     assert plugin._capture is None
 
 
+@pytest.mark.parametrize(("parent", "left"), [(None, ["letter.txt"]), ("a process", ["letter.txt", "server-7.json"])])
+def test_a_server_that_starts_forgets_what_one_before_it_said(tmp_path, monkeypatch, parent, left):
+    """Its first process does, and not a scheduler, which starts beside others."""
+    monkeypatch.setenv(plugin.VARIABLE, json.dumps({"spool": str(tmp_path), "layer_ids": [1], "feed": False}))
+    monkeypatch.setattr(plugin.multiprocessing, "parent_process", lambda: parent)
+    spool.write_json(tmp_path / "server-7.json", {"error": "of the boundaries that were asked for then"})
+    (tmp_path / "letter.txt").write_text("dear")
+    plugin.register()
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
 def test_emptying_the_spool_leaves_what_is_not_ours(tmp_path):
     spool.append_line(tmp_path / "eyas-a" / spool.STEPS, {})
     spool.write_json(tmp_path / "server-7.json", {})
