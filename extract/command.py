@@ -205,6 +205,7 @@ def environment(
 def how_to_start(target: Path, config: ExtractConfig, capturing: Capturing) -> dict[str, str]:
     """mode=command: prints what starts a capturing server by hand, in a container or on another machine."""
     found = installation(config.engine)
+    capturing.spool.mkdir(parents=True, exist_ok=True)  # else it would be made by the server's user, root in a container
     plugin = install_plugin(Path(config.out).resolve() / "server" / "plugin")
     line = command(
         target.resolve(), found, engine=config.engine, host=config.server.host, port=config.server.port or 30000,

@@ -280,6 +280,12 @@ class Server:
                     f"the server at {self.url} captures layer ids {about['layer_ids']}, this run needs "
                     f"{self.capturing.layer_ids}: {cure}"
                 )
+        if not self._process:
+            if not os.access(spool, os.W_OK):
+                raise ValueError(
+                    f"the rows that the server at {self.url} writes into {spool} cannot be taken out of it: the folder is "
+                    f"another user's; make it yourself before that server starts, as mode=command does"
+                )
         self.num_ranks = len({about["rank"] for about in said})
         if self._process:
             self._watch.schedulers = [about["pid"] for about in said if "pid" in about]

@@ -103,7 +103,7 @@ def server(python, tiny_llama, tmp_path, *, capture=False, seconds=30.0, **confi
         engine=engine_config(python=python, device="cuda"),
         config=server_config(ready_timeout_seconds=seconds, **config),
         out=tmp_path / "out",
-        capturing=Capturing(tmp_path / "spool", [1, 2, 4]) if capture else None,
+        capturing=Capturing(tmp_path / "spool" if capture is True else capture, [1, 2, 4]) if capture else None,
     )
 
 
@@ -356,6 +356,14 @@ def test_attaching_leaves_the_server_running(stand_in, tiny_llama, tmp_path):
         assert running.is_alive() and running.get("/model_info")
 
 
+def test_a_spool_that_rows_cannot_be_taken_out_of_is_refused(stand_in, tiny_llama, tmp_path, monkeypatch):
+    """A server in a container makes it as root; mode=command makes it before."""
+    with server(stand_in("ready"), tiny_llama, tmp_path, capture=True) as running:
+        monkeypatch.setattr(server_module.os, "access", lambda path, mode: False)
+        said = refused(None, tiny_llama, tmp_path / "other", capture=tmp_path / "spool", url=running.url)
+    assert f"{tmp_path / 'spool'} cannot be taken out of it: the folder is another user's" in said
+
+
 @pytest.mark.parametrize(("state", "words"), [("old", "has SGLang 0.4.1"), ("no_sglang", "no usable sglang")])
 def test_a_python_without_a_known_sglang_is_refused(stand_in, state, words):
     with pytest.raises(ValueError, match=words):
@@ -442,3 +450,4 @@ def test_mode_command_prints_what_starts_a_server_by_hand(tiny_llama, tmp_path):
     assert "EYAS_CAPTURE='{" in done.stdout and '"layer_ids": [1, 2, 4]' in done.stdout
     assert f"--model-path {tiny_llama.path}" in done.stdout and "server.url=" in done.stdout
     assert json.loads((tmp_path / "summary.json").read_text())["command"] in done.stdout
+    assert (tmp_path / "spool").is_dir(), "made here, so that what a container's root writes there can be taken out"
