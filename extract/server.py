@@ -25,7 +25,7 @@ from extract.command import Capturing, Drafting, Installation, check_version, co
 from extract.command import installation
 from extract.config import EngineConfig, ServerConfig
 from extract.readiness import Watch, cure_of
-from extract.spool import FORMAT, empty
+from extract.spool import FORMAT, empty, forget_abandoned
 
 POLL_SECONDS = 0.2
 HEALTH_SECONDS = 30.0  # longest wait for /health, which SGLang answers after 20 s where its scheduler does not
@@ -286,6 +286,7 @@ class Server:
                     f"the rows that the server at {self.url} writes into {spool} cannot be taken out of it: the folder is "
                     f"another user's; make it yourself before that server starts, as mode=command does"
                 )
+            forget_abandoned(spool)  # of runs that were killed
         self.num_ranks = len({about["rank"] for about in said})
         if self._process:
             self._watch.schedulers = [about["pid"] for about in said if "pid" in about]

@@ -16,7 +16,9 @@ import json
 import os
 import shutil
 import struct
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ RID_PREFIX = "eyas-"  # requests of ours; all others pass unseen
 ALL_RANKS_PREFIX = "eyas-all-"  # of these every tensor-parallel rank writes its rows, to be compared
 FORMAT = 2  # of these files; a server that another version of Eyas has started writes others
 SUFFIX = ".safetensors"
+ABANDONED_SECONDS = 120.0  # after which nobody waits for rows
 FEED = "feed-"
 STEPS = "steps.jsonl"
 
@@ -132,6 +135,15 @@ def empty(spool: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in (*spool.glob("piece-*"), *spool.glob(".piece-*.tmp")):
         path.unlink(missing_ok=True)
+
+
+def forget_abandoned(spool: Path) -> None:
+    """Removes rows, and what was said instead of them, that nobody can wait for any more: a run takes them as they come."""
+    long_ago = time.time() - ABANDONED_SECONDS
+    for path in (*spool.glob(f"{RID_PREFIX}*"), *spool.glob("piece-*"), *spool.glob(".piece-*.tmp")):
+        with suppress(OSError):
+            if path.stat().st_mtime < long_ago:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _write(folder: str, name: str, chunks: list[Any]) -> None:

@@ -21,7 +21,7 @@ from extract import claims
 from extract.command import Capturing, Drafting, command, install_plugin, installation
 from extract.readiness import loading_progress
 from extract.server import Server, version_at
-from extract.spool import FORMAT
+from extract.spool import ABANDONED_SECONDS, FORMAT, append_line
 from tests.targets import ROOT, engine_config, server_config
 
 STAND_IN = '''\
@@ -354,6 +354,21 @@ def test_attaching_leaves_the_server_running(stand_in, tiny_llama, tmp_path):
         with server(None, tiny_llama, tmp_path, url=running.url):
             pass
         assert running.is_alive() and running.get("/model_info")
+
+
+def test_attaching_removes_what_killed_runs_have_left_in_the_spool_and_nothing_that_may_be_awaited(
+    stand_in, tiny_llama, tmp_path
+):
+    spool = tmp_path / "spool"
+    with server(stand_in("ready"), tiny_llama, tmp_path, capture=True) as running:
+        for number, age in enumerate((0, ABANDONED_SECONDS + 10)):
+            append_line(spool / f"eyas-run-{number}/steps.jsonl", {})
+            (spool / f"piece-run-1-{number}.safetensors").write_bytes(b"rows")
+            for path in (spool / f"eyas-run-{number}", spool / f"piece-run-1-{number}.safetensors"):
+                os.utime(path, (time.time() - age,) * 2)
+        with server(None, tiny_llama, tmp_path / "other", capture=spool, url=running.url):
+            left = sorted(path.name for path in spool.iterdir())
+    assert left == [".lock", "eyas-run-0", "piece-run-1-0.safetensors", "server-1.json"]
 
 
 def test_a_spool_that_rows_cannot_be_taken_out_of_is_refused(stand_in, tiny_llama, tmp_path, monkeypatch):
