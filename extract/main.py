@@ -14,9 +14,11 @@ from contextlib import ExitStack, contextmanager  # noqa: E402
 from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from types import FrameType  # noqa: E402
+from typing import BinaryIO  # noqa: E402
 
 from data.config import stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
+from data.locks import claim  # noqa: E402
 from data.prepare import prepare_answers  # noqa: E402
 from extract.command import Capturing, how_to_start  # noqa: E402
 from extract.config import ExtractConfig  # noqa: E402
@@ -29,6 +31,8 @@ from extract.server import Server  # noqa: E402
 def main(config: ExtractConfig) -> dict:
     target, out = ensure_target(config.target), Path(config.out)
     with told_to_end(), ExitStack() as stack:
+        if config.mode != "command":
+            stack.enter_context(only_run(out))
         if config.mode == "generate":
             return generate(config, target, start=starter(stack, config, target, None))
         extraction = Extraction.of(config, target)
@@ -63,6 +67,12 @@ def told_to_end() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def only_run(out: Path) -> BinaryIO:
+    """Until it is closed, no other run begins in `out`. Raises ValueError where one is at work."""
+    out.mkdir(parents=True, exist_ok=True)
+    return claim(out / ".run.lock", taken=f"another run extracts into {out}", cure="wait for it to end, or choose another out=")
 
 
 def starter(stack: ExitStack, config: ExtractConfig, target: Path, capturing: Capturing | None):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from data.embedded import TINY_TEXT
-from data.locks import is_claimed
+from data.locks import claim, is_claimed
 from data.prompts import PromptSet
 from data.shards import ShardReader, finished_ids
 from extract.capture import Reference
@@ -239,6 +239,21 @@ def test_generate_answers_and_continues_and_keeps_the_servers_own_ids(conversati
     assert "1 questions have changed and are asked again" in done.stderr and answers[rows[2]["id"]]["response_ids"] != [7]
     warmer = run(*options, "sampling.temperature=0.5", environment=environment)
     assert "was made with sampling.temperature=0.0, this run asks for 0.5" in warmer.stderr
+
+
+@pytest.mark.parametrize("mode", ["extract", "generate", "generate_and_extract"])
+def test_of_two_runs_in_one_folder_the_second_is_refused_before_it_changes_anything(
+    prompts, conversations, models, mode, tmp_path, monkeypatch, capsys
+):
+    """Also where neither starts a server of its own; an attached one answered both, and every answer was there twice."""
+    monkeypatch.setenv("EYAS_MODELS", str(models))
+    options = [f"mode={mode}", f"prompts={prompts}", f"conversations={conversations}", f"out={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["extract/main.py", "target=tiny_llama", *options])
+    with claim(tmp_path / ".run.lock", taken="", cure=""):
+        with pytest.raises(SystemExit):
+            main()
+    assert f"error: another run extracts into {tmp_path} (process {os.getpid()} on " in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.json*")) and not (tmp_path / "vocabulary.safetensors").exists()
 
 
 @pytest.mark.parametrize(
