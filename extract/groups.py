@@ -16,6 +16,7 @@ from extract.fetch import fetch, fetch_together, rid_of
 
 RETRY_SECONDS = 0.1  # before the second try, then twice as long each time
 PROMPTS, TOKENS = 16, 8192  # of one request, at most: a GPU prefills as much at a time
+MOST_ALONE = 128  # requests of one prompt at a time: each has a connection, and a process 1024 open files as a rule
 MAX_IN_A_ROW = 64  # prompts that fail one after the other: what fails them will fail the rest, a full spool for one
 
 
@@ -57,7 +58,7 @@ class Asker:
 
     def __init__(self, client: Client, spool: Path, *, retries: int) -> None:
         self._client, self._spool, self._retries = client, spool, retries
-        self._failed_in_a_row = 0
+        self._failed_in_a_row, self._free = 0, asyncio.Semaphore(MOST_ALONE)
 
     async def capture(self, group: Group) -> list[Captured | str]:
         """Of each prompt what was captured, or why nothing could be. Raises ServerGone, AllFail."""
@@ -96,7 +97,8 @@ class Asker:
             await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
             tokens, rid = torch.from_numpy(prompt.tokens), _rid(number, prompt, attempt)
             try:
-                captured = (await fetch(self._client, self._spool, tokens, rid=rid))[0]
+                async with self._free:
+                    captured = (await fetch(self._client, self._spool, tokens, rid=rid))[0]
                 self._failed_in_a_row = 0
                 return captured
             except RequestRefused as refusal:

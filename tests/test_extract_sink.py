@@ -41,7 +41,7 @@ class StandIn:
         self.capturing, self.config = SimpleNamespace(spool=folder), SimpleNamespace(answer_timeout_seconds=30)
         self.state_bytes, self.behaviour = 4, behaviour
         self.asked: list[str] = []
-        self.bytes_out = self.most_bytes_out = self.most_together = 0
+        self.bytes_out = self.most_bytes_out = self.most_together = self.requests_out = self.most_requests_out = 0
         self._ready, self._numbers = threading.Event(), itertools.count()
 
     def failure(self, what: str, *, cure: str) -> ValueError:
@@ -79,13 +79,14 @@ class StandIn:
         assert not together or len(said["extra_key"]) == len(rids) == len(prompts)
         self.most_together = max(self.most_together, len(rids))
         size = sum(map(len, prompts)) * ROW_BYTES
-        self.bytes_out += size
+        self.bytes_out, self.requests_out = self.bytes_out + size, self.requests_out + 1
         self.most_bytes_out = max(self.most_bytes_out, self.bytes_out)
+        self.most_requests_out = max(self.most_requests_out, self.requests_out)
         names = [rid.removeprefix(f"eyas-{fetch.RUN}-").rsplit("-", 1) for rid in rids]
         how = [self.behaviour(name, int(attempt)) for name, attempt in names]
         self.asked += [name for name, _ in names]
         await asyncio.sleep(0.05 if "slow" in how else 0.005)
-        self.bytes_out -= size
+        self.bytes_out, self.requests_out = self.bytes_out - size, self.requests_out - 1
         answers = []
         for one, rid, tokens in zip(how, rids, prompts):
             if one == "refuses":
@@ -238,6 +239,15 @@ def test_a_prompt_that_fails_in_every_group_does_not_end_a_run_in_which_the_othe
     with StandIn(tmp_path / "spool", lambda name, attempt: "fine" if int(name[6:]) % 2 else "cannot") as server:
         found = asyncio.run(capture())
     assert [isinstance(one, str) for one in found] == [True, False] * 6
+
+
+def test_where_every_group_fails_at_once_their_prompts_are_not_all_asked_at_once(tmp_path, monkeypatch):
+    """A spool that was full for a moment: two thousand connections are more files than a process may open."""
+    monkeypatch.setattr(groups, "MOST_ALONE", 20)
+    rows = prompts(400)
+    with StandIn(tmp_path / "spool", lambda name, attempt: "fails" if attempt == 0 else "slow") as server:
+        assert run(server, tmp_path / "out", rows, in_flight_bytes=1 << 24).records == 400
+    assert 20 <= server.most_requests_out <= 20 + -(-400 // groups.PROMPTS)
 
 
 def test_a_full_disk_ends_the_run_with_its_own_error_and_not_in_a_hang(tmp_path, monkeypatch):
