@@ -148,13 +148,16 @@ class Watch:
             return "its stacks are not ours to see"
         number = len(list(self._log.parent.glob("stacks-*.txt")))
         file = self._log.parent / f"stacks-{number}.txt"
-        with file.open("w") as out:
-            for process in self._processes()[:MAX_STACKS]:
-                try:
-                    about = f"{process.pid} {process.name()} {process.status()}"
-                except psutil.Error:
-                    continue
-                out.write(f"==== {about}\n{_stacks_of(process.pid)}\n\n")
+        try:
+            with file.open("w") as out:
+                for process in self._processes()[:MAX_STACKS]:
+                    try:
+                        about = f"{process.pid} {process.name()} {process.status()}"
+                    except psutil.Error:
+                        continue
+                    out.write(f"==== {about}\n{_stacks_of(process.pid)}\n\n")
+        except OSError as error:
+            return f"the stacks of its processes cannot be written to {file}: {error.strerror}"
         return f"the stacks of its processes are in {file}"
 
     def _processes(self) -> list[psutil.Process]:

@@ -19,7 +19,7 @@ import pytest
 import extract.server as server_module
 from extract import claims
 from extract.command import Capturing, Drafting, command, install_plugin, installation
-from extract.readiness import loading_progress
+from extract.readiness import Watch, loading_progress
 from extract.server import Server, version_at
 from extract.spool import ABANDONED_SECONDS, FORMAT, append_line
 from tests.targets import ROOT, engine_config, server_config
@@ -184,6 +184,12 @@ def test_a_silent_server_is_told_of_in_time_and_ended_with_its_stacks_saved(
     stacks = sorted((tmp_path / "out").glob("stacks-*.txt"))
     assert len(stacks) == 2 and str(stacks[1]) in message
     assert f"<module> ({state}:" in stacks[1].read_text(), "py-spy's stack of the stand-in, whose file has that name"
+
+
+def test_stacks_that_cannot_be_written_do_not_hide_what_was_seen(tmp_path):
+    """Else a full disk would end the thread that ends a server which hangs."""
+    watch = Watch(tmp_path / "gone/server.log", os.getpid(), silence_seconds=0.0, hang_seconds=1.0)
+    assert watch.save_stacks() == f"the stacks of its processes cannot be written to {tmp_path}/gone/stacks-0.txt: No such file or directory"
 
 
 def test_a_server_that_is_only_slow_is_told_of_and_used(stand_in, tiny_llama, tmp_path, capsys):
