@@ -134,9 +134,11 @@ def choose_spool(configured: str | None, *, out: Path, in_flight_bytes: int) -> 
     """The folder for rows on their way: as configured, on tmpfs where that has room for them, else in `out`."""
     if configured:
         return Path(configured)
+    spool = SHARED_MEMORY / f"eyas-{hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]}"
     try:
-        if shutil.disk_usage(SHARED_MEMORY).free > 1.5 * in_flight_bytes:
-            return SHARED_MEMORY / f"eyas-{hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]}"
+        left = sum(path.stat().st_size for path in spool.glob("*"))  # of a run that was killed; the next one removes it
+        if shutil.disk_usage(SHARED_MEMORY).free + left > 1.5 * in_flight_bytes:
+            return spool
     except OSError:
         pass
     return out / "spool"

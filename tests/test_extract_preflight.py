@@ -109,6 +109,20 @@ def test_the_spool_is_on_tmpfs_where_there_is_room_and_is_the_same_folder_in_the
     assert choose_spool(None, out=tmp_path, in_flight_bytes=10**8) == tmp_path / "spool"
 
 
+def test_what_a_killed_run_has_left_on_tmpfs_does_not_send_the_next_one_elsewhere(tmp_path, monkeypatch):
+    """There it is removed; beside another spool it would stay."""
+    monkeypatch.setattr(preflight, "SHARED_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    spool = choose_spool(None, out=tmp_path, in_flight_bytes=1)
+    spool.mkdir()
+    (spool / "piece-r-1-000000001.safetensors").write_bytes(bytes(60_000))
+    free = {"free": 100_000}
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: type("", (), free)())
+    assert choose_spool(None, out=tmp_path, in_flight_bytes=100_000) == spool
+    free["free"] = 80_000
+    assert choose_spool(None, out=tmp_path, in_flight_bytes=100_000) == tmp_path / "spool"
+
+
 def test_parts_are_disjoint_and_together_all_prompts_and_do_not_follow_the_split():
     rows = PromptSet.collect(prompt(f"talk/{i}", 2) for i in range(500))
     parts = [rows.part(i, 3) for i in range(3)]
