@@ -18,6 +18,7 @@ RETRY_SECONDS = 0.1  # before the second try, then twice as long each time
 PROMPTS, TOKENS = 16, 8192  # of one request, at most: a GPU prefills as much at a time
 MOST_ALONE = 128  # requests of one prompt at a time: each has a connection, and a process 1024 open files as a rule
 MAX_IN_A_ROW = 64  # prompts that fail one after the other: what fails them will fail the rest, a full spool for one
+REFUSED = "refused by the server"  # begins the reason of a prompt that no other try would help
 
 
 class AllFail(Exception):
@@ -91,7 +92,7 @@ class Asker:
         """A prompt of a group that failed with `error`, by itself. lonely: it was by itself before."""
         refused = isinstance(error, RequestRefused)
         if refused and lonely:
-            return f"refused by the server: {error}"
+            return f"{REFUSED}: {error}"
         reason, tries = str(error), self._retries + refused  # which of a group was refused is not known
         for attempt in range(1, tries + 1):
             await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
@@ -102,7 +103,7 @@ class Asker:
                 self._failed_in_a_row = 0
                 return captured
             except RequestRefused as refusal:
-                return f"refused by the server: {refusal}"
+                return f"{REFUSED}: {refusal}"
             except RequestFailed as failure:
                 reason = str(failure)
         self._failed_in_a_row += 1

@@ -19,7 +19,7 @@ from data.shards import ShardWriter
 from data.storage import Uploader
 from extract.capture import Captured
 from extract.client import Client, ServerGone
-from extract.groups import MAX_IN_A_ROW, AllFail, Asker, Group, cancel, groups_of, tokens_of
+from extract.groups import MAX_IN_A_ROW, REFUSED, AllFail, Asker, Group, cancel, groups_of, tokens_of
 from extract.preflight import Forecast
 from extract.server import Server
 
@@ -103,9 +103,11 @@ def extract(
         forecast.end()
     if extracted.failed:
         shown = "; ".join(f"{id} ({reason})" for id, reason in list(extracted.failed.items())[:3])
+        refused = sum(reason.startswith(REFUSED) for reason in extracted.failed.values())
+        again = f"; the {refused} that the server refuses it will refuse again: leave them out in stage 1" if refused else ""
         raise ValueError(
             f"{len(extracted.failed)} of {len(prompts)} prompts could not be captured: {shown}. The "
-            f"{extracted.earlier + extracted.records} others are in {out}; the same command tries again"
+            f"{extracted.earlier + extracted.records} others are in {out}; the same command tries again{again}"
         )
     mark_complete(out)
     return extracted

@@ -183,6 +183,7 @@ def test_a_prompt_that_always_fails_is_named_with_its_reason_and_the_others_are_
         ) as caught:
             run(server, tmp_path / "shards", prompts())
         assert "train-5 (refused by the server" in str(caught.value) and "exceeds the maximum" in str(caught.value)
+        assert "tries again; the 1 that the server refuses it will refuse again: leave them out in stage 1" in str(caught.value)
         assert (server.asked.count("train-3"), server.asked.count("train-5")) == (4, 2)  # once with others, then alone
         assert list((tmp_path / "spool").iterdir()) == [], "nor of those that were asked for beside it"
         server.behaviour, server.asked = (lambda name, attempt: "fine"), []
