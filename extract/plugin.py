@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def register() -> None:
         return
     options = json.loads(asked)
     if multiprocessing.parent_process() is None:  # the server's first process: no scheduler has written yet
-        spool.forget_servers(Path(options["spool"]))
+        with suppress(OSError):
+            spool.forget_servers(Path(options["spool"]))
     if "sglang.srt.managers.scheduler" not in sys.modules:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

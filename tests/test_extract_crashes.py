@@ -209,7 +209,6 @@ def test_thirty_kills_at_random_moments_cost_no_record_and_leave_nothing(tiny_ll
         if (out / "manifest.json").exists():
             seen.append(len(json.loads((out / "manifest.json").read_text())["shards"]))
     assert seen == sorted(seen) and seen[-1] > seen[0], "finished shards stay, and more come"
-    assert seen[-1] * SHARD_BYTES < sum(len(prompt.tokens) for prompt in prompts()) * 100, "there was something left to kill"
     for kind, words in {"scheduler": "server ended while", "server": "server ended while", "full disk": "No space left"}.items():
         assert any(kind == name and lines and re.search(words, lines[0]) for name, _, lines in said), (kind, said)
 
@@ -218,6 +217,7 @@ def test_thirty_kills_at_random_moments_cost_no_record_and_leave_nothing(tiny_ll
     extractor.join(120)
     assert extractor.exitcode == 0, log.read_text()
     found = verify(out)
+    assert len(json.loads((out / "manifest.json").read_text())["shards"]) > seen[-1], "there was something left to kill"
     assert found.problems == {} and found.complete and found.records == NUM_PROMPTS
     by_id = {record.id: record for split in ("train", "validation") for record in ShardReader(out, split=split)}
     assert len(by_id) == NUM_PROMPTS
