@@ -18,7 +18,7 @@ from data import vocab  # noqa: E402
 from data.codecs import Codec, TeacherHead  # noqa: E402
 from data.config import TargetConfig, require, stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
-from data.manifest import Manifest, finished_ids, mark_complete  # noqa: E402
+from data.manifest import FILE, Manifest, mark_complete, read_index  # noqa: E402
 from data.schema import SPLITS, Provenance, Record, check_same  # noqa: E402
 from data.shards import ShardReader, ShardWriter  # noqa: E402
 from data.storage import local_folder  # noqa: E402
@@ -96,11 +96,11 @@ def recode(source: Path, out: Path, *, codec: Codec, head: TeacherHead | None, s
         raise ValueError(f"out={out} is the dataset itself: choose another out=")
     provenance = replace(manifest.provenance, codec=codec.name)
     _check_possible(source, Codec.parse(manifest.provenance.codec), codec)
-    done = finished_ids(out)
-    if strange := done - finished_ids(source):
+    done, there = _finished(out), _finished(source)
+    if strange := [id for id, about in done.items() if there.get(id) != about]:
         raise ValueError(
             f"{out} holds {len(strange)} records that {source} has not, like {min(strange)}: they were made from another "
-            f"dataset; choose another out="
+            f"dataset, or before it was captured again; choose another out="
         )
     out.mkdir(parents=True, exist_ok=True)
     if (source / vocab.FILE).exists():
@@ -118,6 +118,14 @@ def recode(source: Path, out: Path, *, codec: Codec, head: TeacherHead | None, s
                     progress.update(record.num_tokens)
     if manifest.complete:
         mark_complete(out)
+
+
+def _finished(folder: Path) -> dict[str, tuple[str, int, int]]:
+    """Id -> source, tokens and supervised tokens of all finished records; empty if there is no dataset yet."""
+    if not (folder / FILE).exists():
+        return {}
+    entries = (entry for shard in Manifest.load(folder).shards for entry in read_index(folder, shard))
+    return {entry.id: (entry.source, entry.num_tokens, entry.num_supervised) for entry in entries}
 
 
 def _check_possible(source: Path, found: Codec, codec: Codec) -> None:

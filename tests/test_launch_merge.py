@@ -183,6 +183,16 @@ def test_a_folder_takes_the_records_of_one_dataset_only(tmp_path: Path):
     assert finished_ids(tmp_path / "fp8") == set("abc")
 
 
+def test_records_that_were_captured_again_with_other_tokens_are_not_taken_for_recoded(tmp_path: Path):
+    source = part_of(tmp_path / "bf16", None, "ab")
+    recode(source, tmp_path / "fp8", codec=Codec.parse("fp8"), head=None, shard_bytes=1)
+    remove_shards(source, {"train-000000.tar"})
+    with ShardWriter(source, provenance=PROVENANCE, split="train", shard_bytes=1) as writer:
+        writer.write(record_of("a", num_tokens=9))
+    with pytest.raises(ValueError, match="holds 1 records that .*/bf16 has not, like a: .*captured again; choose another out="):
+        recode(source, tmp_path / "fp8", codec=Codec.parse("fp8"), head=None, shard_bytes=1)
+
+
 def test_recoding_continues_and_takes_what_a_codec_has(tmp_path: Path):
     """fp8+topk5 has no last: fewer tokens can be kept of it, and states be stored wider; last cannot come back."""
     head = TeacherHead(torch.randn(512, 8, generator=torch.Generator().manual_seed(0)), device="cpu")
