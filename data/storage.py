@@ -122,7 +122,7 @@ class Remote:
             ):
                 try:
                     with temporary.open("wb") as here:
-                        while chunk := there.read(_CHUNK_BYTES):
+                        for chunk in self._chunks(there):
                             digest.update(chunk)
                             here.write(chunk)
                 except OSError as error:
@@ -175,9 +175,18 @@ class Remote:
         except ValueError:
             raise
         except Exception as error:
-            raise Unreachable(
-                f"{self.url} cannot be used ({type(error).__name__}: {error}): is it there, may you?"
-            ) from error
+            raise self._unreachable(error) from error
+
+    def _chunks(self, there: Any) -> Iterator[bytes]:
+        """All of an open file. Raises Unreachable where another OSError would be taken for one of the disk here."""
+        try:
+            while chunk := there.read(_CHUNK_BYTES):
+                yield chunk
+        except OSError as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        return Unreachable(f"{self.url} cannot be used ({type(error).__name__}: {error}): is it there, may you?")
 
 
 class Uploader:

@@ -15,11 +15,11 @@ from data import storage
 from data.manifest import Manifest, finished_ids, mark_complete
 from data.packing import Piece
 from data.shards import ShardReader, ShardWriter
-from data.storage import Remote, Uploader, local_folder
+from data.storage import Remote, Unreachable, Uploader, local_folder
 from data.stream import PackDataset
 from launch.merge import merge
 from launch.verify import verify
-from tests.records import PROVENANCE, record_of
+from tests.records import PROVENANCE, dataset_of, record_of
 
 
 def write(
@@ -106,6 +106,20 @@ def test_a_full_disk_of_the_cache_says_what_to_do(bucket: str, tmp_path: Path, m
     )
     with pytest.raises(ValueError, match="cannot keep .*No space left.*unset EYAS_CACHE to stream"):
         ShardReader(folder, split="train").read(0)
+
+
+def test_a_place_that_ends_in_the_midst_of_a_shard_is_not_taken_for_a_full_disk(tmp_path: Path, monkeypatch):
+    files = fsspec.filesystem("memory")
+    folder = dataset_of(tmp_path, [record_of("a")])
+    files.put(str(folder / "train-000000.tar"), "/ending/train-000000.tar")
+    (tmp_path / "cache").mkdir()
+
+    def ends(*arguments):
+        raise PermissionError("The provided token has expired.")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFile.read", ends)
+    with pytest.raises(Unreachable, match="memory://ending cannot be used .*token has expired"):
+        Remote("memory://ending", keep=True, mirror=True).download(Manifest.load(folder).shards[0], tmp_path / "cache")
 
 
 @pytest.mark.parametrize("place", ["s3://there-is-no-such-bucket/toy", "empty"])
