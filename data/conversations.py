@@ -51,7 +51,7 @@ class Conversation:
     loss_mask: list[int] | None = None
 
     def __post_init__(self) -> None:
-        """Raises Refused for half a character: JSON can say it, as of an emoji that was cut, tokenizers and files cannot."""
+        """Raises Refused for half a character, as of an emoji that was cut: JSON has it, tokenizers and files cannot."""
         try:
             json.dumps([self.id, self.source, self.messages, self.tools, self.text], ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -100,6 +100,7 @@ def conversation_of(row: int, value: Any, *, file_name: str = "") -> Conversatio
     if id is None or id == "":
         id = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     common = dict(id=str(id), source=str(value.get("source") or file_name), row=row)
+    value = {name: found for name, found in value.items() if found is not None}  # columns of a table's other rows
     if "tokens" in value or "input_ids" in value:
         tokens = _ids(value.get("tokens", value.get("input_ids")))
         return Conversation(**common, tokens=tokens, loss_mask=_mask(value.get("loss_mask"), len(tokens)))

@@ -15,7 +15,7 @@ from data.manifest import Entry, ShardInfo, read_index
 from data.schema import Provenance, Record
 from data.storage import Remote, Unreachable
 
-_MOST_OPEN = 64  # shards of a process; each takes two of the files that it may have open, of which there are often 1,024
+_MOST_OPEN = 64  # shards of a process; each takes two of the files that it may have open, often 1,024
 
 
 class Shard:

@@ -92,7 +92,9 @@ class Provenance:
         codec = Codec.parse(self.codec)
         object.__setattr__(self, "codec", codec.name)
         if codec.top_k >= self.vocab_size:
-            raise ValueError(f"codec={codec.name} keeps all {self.vocab_size} tokens of {self.target}, or more: expected fewer, like topk64")
+            raise ValueError(
+                f"codec={codec.name} keeps all {self.vocab_size} tokens of {self.target}, or more: expected fewer, like topk64"
+            )
 
     @classmethod
     def of_target(

@@ -85,13 +85,13 @@ def _ask(conversation: Conversation, value: dict, renderer: Renderer) -> Questio
 
     Of several questions without any answer between them only the first is asked.
     """
-    if "prompt_ids" in value:
+    if value.get("prompt_ids") is not None:
         prompt, answer = value["prompt_ids"], value.get("response_ids")
         return Question(conversation.id, conversation.source, prompt, answer or None)
     roles = [message["role"] for message in conversation.messages]
     if "assistant" in roles:
         end = len(roles) - 1 - roles[::-1].index("assistant")
-        end = len(roles) if roles[-1] == "user" else end
+        end = len(roles) if roles[-1] != "assistant" else end
     elif "user" in roles:
         end = roles.index("user") + 1
     else:

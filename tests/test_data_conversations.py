@@ -123,6 +123,13 @@ def test_what_cannot_be_used_is_refused_with_its_reason(row: dict, reason: str):
         of(**row)
 
 
+def test_what_is_null_is_not_there():
+    """A table's rows have every column of all of them."""
+    nulls = dict.fromkeys(("tokens", "input_ids", "loss_mask", "prompt_ids", "response_ids", "text", "id", "source"))
+    assert of(messages=HELLO, **nulls).messages == of(messages=HELLO).messages
+    assert of(conversations=[{"from": "human", "value": "x"}], messages=None).messages == [{"role": "user", "content": "x"}]
+
+
 def test_a_row_that_is_no_object_is_refused():
     with pytest.raises(Refused, match="not a JSON object"):
         conversation_of(1, [1])

@@ -65,14 +65,19 @@ def test_token_ids_are_asked_as_they_are(tmp_path: Path, tiny_llama: TargetConfi
             ["user:Why?", "assistant:So.", "user:Who?"],
             "<s>user\nWhy?</s>\n<s>assistant\nSo.</s>\n<s>user\nWho?</s>\n<s>assistant\n",
         ),
+        (
+            ["user:Why?", "assistant:I look.", "tool:So."],
+            "<s>user\nWhy?</s>\n<s>assistant\nI look.</s>\n<s>tool\nSo.</s>\n<s>assistant\n",
+        ),
         (["user:Why?", "user:Who?"], "<s>user\nWhy?</s>\n<s>assistant\n"),
     ],
-    ids=["question", "answered", "second question", "two questions: the first"],
+    ids=["question", "answered", "second question", "a tool's answer", "two questions: the first"],
 )
 def test_messages_are_asked_up_to_the_last_question(tmp_path: Path, tiny_llama: TargetConfig, messages, text: str):
     """The text is the tiny targets' chat template, written out by hand."""
     split = [message.split(":") for message in messages]
-    file = rows(tmp_path, {"id": "a", "messages": [{"role": role, "content": content} for role, content in split]})
+    messages = [{"role": role, "content": content} for role, content in split]
+    file = rows(tmp_path, {"id": "a", "messages": messages, "prompt_ids": None, "response_ids": None})
     (question,) = asked(file, tiny_llama)
     tokenizer = load_tokenizer(tiny_llama.path, trust_remote_code=False)
     assert tokenizer.decode(question.prompt_ids) == text
