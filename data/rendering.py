@@ -54,7 +54,7 @@ class Renderer:
     def text(self, messages: list[dict[str, Any]], *, tools: list | None, add_generation_prompt: bool) -> str:
         """`messages` as the template shows them. Raises Refused if it cannot."""
         render = lambda messages: self.tokenizer.apply_chat_template(  # noqa: E731
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
+            _with_both_names(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
         )
         try:
             return render(messages)
@@ -72,7 +72,7 @@ class Renderer:
 
         try:
             rendered, spans = transformers.utils.chat_template_utils.render_jinja_template(
-                conversations=[conversation.messages],
+                conversations=[_with_both_names(conversation.messages)],
                 tools=conversation.tools,
                 chat_template=self.tokenizer.get_chat_template(tools=conversation.tools),
                 return_assistant_tokens_mask=True,
@@ -131,6 +131,12 @@ def _holds(written: str, answer: dict[str, Any]) -> bool:
     names = [call["function"]["name"] for call in answer.get("tool_calls", ())]
     after_thinking = content.rsplit("</think>", 1)[-1].strip()  # some templates parse thinking out of the content
     return (content in written or after_thinking in written) and all(name in written for name in names)
+
+
+def _with_both_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was thought, as most templates call it and as GPT-OSS's does."""
+    thought = "reasoning_content"
+    return [{**message, "thinking": message[thought]} if thought in message else message for message in messages]
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

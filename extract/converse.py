@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,8 @@ from extract.client import Answer, Client, RequestFailed
 from extract.config import SamplingConfig
 
 THINK, THOUGHT = "<think>", "</think>"
+# GPT-OSS names what follows instead, in special tokens: analysis is thinking, final the answer
+_CHANNEL = re.compile(r"<\|channel\|>(\w+).*?<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|$)", re.DOTALL)
 
 
 @dataclass
@@ -84,8 +87,9 @@ class Converser:
             "earlier_answers": list(talk.answers),
             "finished": answer.finished,
         }
-        talk.messages.append(message_of(text, tokenizer.decode(answer.output_ids, skip_special_tokens=True)))
-        talk.text = text + tokenizer.decode(answer.output_ids, skip_special_tokens=False)
+        plain, marked = (tokenizer.decode(answer.output_ids, skip_special_tokens=skip) for skip in (True, False))
+        talk.messages.append(message_of(text, plain, marked=marked))
+        talk.text = text + marked
         talk.ids = prompt_ids + answer.output_ids
         talk.answers.append((len(prompt_ids), len(talk.ids)))
         return row
@@ -114,9 +118,12 @@ def seed_of(seed: int | None, id: str, turn: int) -> int | None:
     return int.from_bytes(hashlib.sha256(f"{seed} {turn} {id}".encode()).digest()[:4], "big") >> 1
 
 
-def message_of(prompt: str, text: str) -> dict[str, Any]:
-    """An answer as a message. What it thought, between <think> and </think>, stands by itself; the first of the two may
-    be the prompt's last word."""
+def message_of(prompt: str, text: str, *, marked: str) -> dict[str, Any]:
+    """An answer as a message; marked: with its special tokens. What it thought stands by itself: between <think>, which may
+    be the prompt's last word, and </think>, or in a channel."""
+    if channels := _CHANNEL.findall(marked):
+        content, reasoning = ("\n".join(said for name, said in channels if name == wanted) for wanted in ("final", "analysis"))
+        return {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
     thinks = prompt.rstrip().endswith(THINK) or text.lstrip().startswith(THINK)
     if not thinks:
         return {"role": "assistant", "content": text}

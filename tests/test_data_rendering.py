@@ -32,6 +32,12 @@ OPENED = (
     "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content or '' }}</think>{% endif %}"
     "{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n<think>\n{% endif %}"
 )
+# like GPT-OSS: another name for the thinking
+CHANNELS = (
+    "{% for m in messages %}<s>{{ m.role }}"
+    "{% if 'thinking' in m %}|analysis|{{ m.thinking }}</s><s>assistant{% endif %}|final|{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant{% endif %}"
+)
 BARE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -83,6 +89,12 @@ def test_thinking_that_the_template_shows_is_the_assistants(tokenizer):
 def test_thinking_opened_by_the_prompt_begins_after_it(tokenizer):
     """At serving the model starts after `<think>`: so does the mask."""
     assert spans(tokenizer, OPENED, [USER, {**ANSWER, "reasoning_content": "hm"}]) == ["hm</think>hello</s>"]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thinking_has_the_name_that_the_template_gives_it(tokenizer, name):
+    found = spans(tokenizer, CHANNELS, [USER, {**ANSWER, name: "hm"}])
+    assert found == ["|analysis|hm</s><s>assistant|final|hello</s>"]
 
 
 def test_rewritten_history_is_refused(tokenizer):

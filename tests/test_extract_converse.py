@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -85,13 +86,29 @@ def test_where_the_template_rewrites_an_answer_the_prompt_is_rendered_anew_and_o
 
 def test_what_was_thought_stands_by_itself():
     def said(prompt, text):
-        message = message_of(prompt, text)
+        message = message_of(prompt, text, marked=f"{text}</s>")
         return message.get("reasoning_content"), message["content"]
 
     assert said("...<assistant>", "plain") == (None, "plain")
     assert said("...<assistant>", "<think>\nwhy\n</think>\n\nso") == ("why", "so")
     assert said("...<think>\n", "why\n</think>\n\nso") == ("why", "so")
     assert said("...<think>\n", "cut off while thinking") == ("cut off while thinking", "")
+
+
+def test_what_was_thought_in_a_channel_stands_by_itself():
+    """As GPT-OSS answers; without its special tokens that reads "analysisWhy?assistantfinalSo."."""
+
+    def said(marked):
+        message = message_of("<|start|>assistant", re.sub(r"<\|\w+\|>", "", marked), marked=marked)
+        return message.get("reasoning_content"), message["content"]
+
+    thought, start = "<|channel|>analysis<|message|>Why?\nSo 1 < 2.", "<|end|><|start|>assistant"
+    assert said(f"{thought}{start}<|channel|>final<|message|>So.<|return|>") == ("Why?\nSo 1 < 2.", "So.")
+    assert said("<|channel|>final<|message|>So.<|return|>") == (None, "So.")
+    assert said(f"{thought}{start}<|channel|>final<|message|>cut o") == ("Why?\nSo 1 < 2.", "cut o")
+    assert said(thought) == ("Why?\nSo 1 < 2.", "")
+    call = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{}<|call|>"
+    assert said(f"{thought}{start}{call}") == ("Why?\nSo 1 < 2.", "")
 
 
 def test_every_answer_has_a_seed_of_its_own_which_is_the_same_in_every_run(tokenizer):
