@@ -51,8 +51,8 @@ def is_claimed(path: Path) -> bool:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """For reading and writing, made where it is missing, with what is in it."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
+    """For reading and writing, made where it is missing, with what is in it; the umask says who else may."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
 
 
 def _lock(file: BinaryIO, how: int) -> None:

@@ -49,6 +49,16 @@ def test_who_waits_gets_it_when_it_is_free(tmp_path):
     assert order == ["first", "waited"]
 
 
+def test_a_lock_is_for_everybody_whom_the_umask_lets_write(tmp_path):
+    """In a group's folder another user continues, merges, or fills the cache."""
+    before = os.umask(0o002)
+    try:
+        claim(tmp_path / "lock", taken="", cure="").close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o664
+
+
 def test_a_lock_that_nobody_made_is_free(tmp_path):
     assert not is_claimed(tmp_path / "lock") and not list(tmp_path.iterdir())
 
