@@ -31,7 +31,8 @@ from extract.server import Server  # noqa: E402
 def main(config: ExtractConfig) -> dict:
     target, out = ensure_target(config.target), Path(config.out)
     with told_to_end(), ExitStack() as stack:
-        if config.mode != "command":
+        only_tells = config.mode == "command" or (config.mode == "extract" and config.plan)
+        if not only_tells:
             stack.enter_context(only_run(out))
         if config.mode == "generate":
             return generate(config, target, start=starter(stack, config, target, None))

@@ -15,9 +15,9 @@ import torch
 from data.boundaries import architecture_of, engine_layer_ids, text_config
 from data.codecs import Codec, TeacherHead
 from data.config import fingerprint, finished
-from data.manifest import Manifest, finished_ids, parse_part, remove_shards
+from data.manifest import FILE, Manifest, finished_ids, parse_part, remove_shards
 from data.prompts import PromptSet
-from data.schema import Provenance
+from data.schema import Provenance, check_same
 from data.shards import ShardReader, ShardWriter
 from data.storage import Uploader
 from extract.agreement import measure
@@ -94,16 +94,20 @@ class Extraction:
                 uploader.close()
             return {**done, "line": f"nothing to do, {out} holds all {len(wanted)} records"}
 
+        if config.plan:  # changes nothing: a run may be at work there
+            if (out / FILE).exists():
+                check_same(Manifest.load(out).provenance, self.provenance, where=str(out))
+            plan = self._plan(wanted, without=changed)
+            print(plan.line, flush=True)
+            return {**asdict(replace(plan, out=str(out))), "line": plan.line}
         # Refuses a folder that holds other data, or that another process writes to, before a server is started for it.
         ShardWriter(out, provenance=self.provenance, split="train", shard_bytes=config.shard_bytes, part=part).close()
         shutil.copy(prompts / "vocabulary.safetensors", out / "vocabulary.safetensors")
-        if changed and not config.plan:
+        if changed:
             print(f"prompts have changed: {', '.join(sorted(changed))} are taken out and captured again", file=sys.stderr)
             remove_shards(out, changed)
         plan = self._plan(wanted, without=changed)
         print(plan.line, flush=True)
-        if config.plan:
-            return {**asdict(replace(plan, out=str(out))), "line": plan.line}
         plan.require_room()
 
         server = start()  # its processes load beside the reference

@@ -17,6 +17,7 @@ import torch
 
 from data.embedded import TINY_TEXT
 from data.locks import claim, is_claimed
+from data.manifest import claim_split
 from data.prompts import PromptSet
 from data.shards import ShardReader, finished_ids
 from extract.capture import Reference
@@ -176,6 +177,16 @@ def test_a_plan_says_what_is_to_do_and_starts_nothing_and_a_disk_too_small_is_re
         **environment, "PYTHONPATH": str(small_disk(tmp_path)),
     })  # fmt: skip
     assert enormous.returncode == 2 and "has 1.0 MB free and" in enormous.stderr and "a smaller codec=" in enormous.stderr
+
+
+def test_a_plan_may_be_asked_for_while_a_run_is_at_work(prompts, models, tmp_path, monkeypatch, capsys):
+    """Nothing of the run's is changed."""
+    monkeypatch.setenv("EYAS_MODELS", str(models))
+    monkeypatch.setattr(sys, "argv", ["extract/main.py", "target=tiny_llama", f"prompts={prompts}", f"out={tmp_path}", "plan=true"])
+    with claim(tmp_path / ".run.lock", taken="", cure=""), claim_split(tmp_path, "train"):
+        main()
+        assert f"to capture: {NUM_ROWS} records" in capsys.readouterr().out
+    assert not (tmp_path / "manifest.json").exists() and not (tmp_path / "vocabulary.safetensors").exists()
 
 
 def small_disk(folder: Path) -> Path:
