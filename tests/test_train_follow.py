@@ -194,6 +194,15 @@ def test_a_run_that_expected_more_plans_and_logs_the_steps_that_there_are(shards
     assert summary["supervised_tokens"] == supervised
 
 
+def test_without_follow_the_steps_are_counted_once(shards, tiny_llama, tmp_path, monkeypatch):
+    """To count them, every epoch is packed: of a million conversations that takes seconds each."""
+    packed, plan_epoch = [], follow.plan_epoch
+    monkeypatch.setattr(follow, "plan_epoch", lambda *a, epoch, **options: packed.append(epoch) or plan_epoch(*a, epoch=epoch, **options))
+    packs = {"batch.conversations_per_step": "null", "batch.packs_per_step": 4, "epochs": 2}
+    train(options(shards, tmp_path / "run", tiny_llama, **packs))
+    assert packed == [0, 1, 0, 1], "counted, then done"
+
+
 @pytest.mark.timeout(120)
 def test_a_run_follows_a_dataset_on_s3_from_before_its_first_shard_to_its_end(
     bucket, shards, tiny_llama, tmp_path, monkeypatch, capfd

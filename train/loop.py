@@ -145,12 +145,17 @@ class Trainer:
         """The steps of an epoch that are left to do."""
         done_before, skip = 0, self.state.step_in_epoch
         for steps in self.planner.parts(epoch):
-            bar.total = self.total_steps = self.planner.total_steps()  # with follow it may have changed
+            self._count_steps(bar)
             left = steps[max(skip - done_before, 0) :]
             done_before += len(steps)
             if left:
                 self._train(left, bar)
-        bar.total = self.total_steps = self.planner.total_steps()
+        self._count_steps(bar)
+
+    def _count_steps(self, bar: Progress) -> None:
+        """Anew with what has come; without follow nothing does, and packing every epoch to count them takes its time."""
+        if self.config.follow:
+            bar.total = self.total_steps = self.planner.total_steps()
 
     def _train(self, steps: list[Step], bar: Progress) -> None:
         config, state = self.config, self.state
