@@ -88,6 +88,16 @@ def test_what_could_not_end_well_is_said_before_the_first_step(changes, words, s
     assert words in said and not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_an_export_that_could_not_be_replaced_is_said_before_the_first_step(shards, tiny_llama, tmp_path):
+    """Days later the run would end with it."""
+    card = tmp_path / "run" / "export" / "README.md"
+    card.parent.mkdir(parents=True)
+    card.write_text("This hawk is mine.")
+    said = run([sys.executable, "train/main.py", *options(shards, tmp_path / "run", tiny_llama)], status=2)
+    assert "export holds README.md, and an export replaces all of it: move that" in said
+    assert not (tmp_path / "run" / "checkpoints").exists() and card.exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_what_needs_a_gpu_says_so_without_one(trained, shards, tiny_llama, tmp_path):
     changes = {"attention": "fused", "log_every_steps": 4, "precision": "bf16"}

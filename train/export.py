@@ -51,9 +51,7 @@ def export(
     cannot be told these boundaries, or when `out` holds what no export wrote: it is replaced as a whole.
     """
     _check(weights, shape, where="the checkpoint")
-    others = sorted({path.name for path in out.iterdir()} - WRITTEN) if out.exists() else []
-    if others:
-        raise ValueError(f"{out} holds {', '.join(others[:3])}, and an export replaces all of it: choose another out=")
+    check_replaceable(out)
     ids = layer_ids(boundaries, target_path, engine=engine, engine_version=engine_version)
     config = _config(shape, text_config(target_path), layer_ids=ids, engine=engine)
     config["eyas"] = {"boundaries": list(boundaries), "depths": depths, "target": target_name, "engine": engine}
@@ -78,6 +76,15 @@ def export(
     shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)
     return config
+
+
+def check_replaceable(out: Path) -> None:
+    """Raises ValueError when `out` holds what no export wrote."""
+    others = sorted({path.name for path in out.iterdir()} - WRITTEN) if out.exists() else []
+    if others:
+        raise ValueError(
+            f"{out} holds {', '.join(others[:3])}, and an export replaces all of it: move that, or choose another out="
+        )
 
 
 def layer_ids(boundaries: list[int], target_path: Path, *, engine: str, engine_version: str) -> list[int]:

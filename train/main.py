@@ -23,7 +23,7 @@ from data.storage import local_folder
 from train.briefing import briefing
 from train.config import TrainConfig
 from train.engine import accelerator_of
-from train.export import export, layer_ids
+from train.export import check_replaceable, export, layer_ids
 from train.follow import wait_for_shards
 from train.loop import Trainer
 from train.progress import device_name
@@ -55,7 +55,8 @@ def main(config: TrainConfig) -> dict:
     shape = DrafterShape.resolve(config.drafter, text_config(target_path), num_boundaries=len(config.target.boundaries))
     layer_ids(
         config.target.boundaries, target_path, engine=config.export_engine, engine_version=config.export_engine_version
-    )  # the export comes last: what it cannot be told is said now
+    )  # the export comes last: what it cannot be told is said now, and where it cannot be
+    check_replaceable(out / "export")
     accelerator.print(
         briefing(config, shape, train_reader, device=accelerator.device, num_processes=accelerator.num_processes)
     )
