@@ -127,7 +127,7 @@ class Extraction:
                 head=self._head(),
                 uploader=uploader,
             )
-        server.stop()  # its cores are wanted
+            server.stop()  # its cores are wanted, also while the last shard is sent
         return {
             **summary,
             "probe_passed": report.passed,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -99,7 +100,8 @@ def extract(
                     on_finished=uploader.send if uploader else lambda: None,
                 ) as writer:
                     stream = _Stream(server, writer, extracted, progress, forecast, retries=retries, head=head)
-                    asyncio.run(stream.run(missing, in_flight_bytes=in_flight_bytes))
+                    with _ended_first(server):
+                        asyncio.run(stream.run(missing, in_flight_bytes=in_flight_bytes))
         forecast.end()
     if extracted.failed:
         shown = "; ".join(f"{id} ({reason})" for id, reason in list(extracted.failed.items())[:3])
@@ -111,6 +113,16 @@ def extract(
         )
     mark_complete(out)
     return extracted
+
+
+@contextmanager
+def _ended_first(server: Server) -> Iterator[None]:
+    """Whatever ends a run ends its server, and then waits for what is on its way to the disk or elsewhere."""
+    try:
+        yield
+    except BaseException:
+        server.stop()
+        raise
 
 
 class _Stream:

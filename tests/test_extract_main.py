@@ -163,6 +163,29 @@ def test_a_run_that_is_told_to_end_says_so_in_a_line_and_leaves_nothing_in_memor
     assert not is_claimed(out / "server/.lock"), "its server is gone"
 
 
+def test_a_run_that_is_told_to_end_while_it_sends_a_shard_lets_its_server_go_first(prompts, environment, tmp_path):
+    """What is sent may take longer than SLURM waits; no server holds its GPUs meanwhile, and nothing is left in memory."""
+    out, there = tmp_path / "shards", tmp_path / "there"
+    spool = choose_spool(None, out=out, in_flight_bytes=1)
+    never = "import time\nfrom fsspec.implementations.local import LocalFileSystem\nLocalFileSystem.put_file = lambda *_, **__: time.sleep(600)\n"
+    (tmp_path / "sitecustomize.py").write_text(never)
+    seen = []
+
+    def tell(extractor: psutil.Process) -> None:
+        extractor.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 60
+        while spool.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        seen.append((spool.exists(), extractor.is_running()))
+        extractor.kill()
+
+    interrupted(
+        [f"prompts={prompts}", f"out={out}", f"upload={there}", "shard_bytes=300000", "in_flight_bytes=1"],
+        out, {**environment, "PYTHONPATH": str(tmp_path)}, kill=tell, until=lambda: any(out.glob("train-*.tar")),
+    )  # fmt: skip
+    assert seen == [(False, True)]
+
+
 def test_a_plan_says_what_is_to_do_and_starts_nothing_and_a_disk_too_small_is_refused(prompts, environment, tmp_path):
     wanted = PromptSet.load(prompts)
     halves = [run(f"prompts={prompts}", f"out={tmp_path}/{i}", "plan=true", f"part={i}/2", environment=environment) for i in (0, 1)]

@@ -47,6 +47,9 @@ class StandIn:
     def failure(self, what: str, *, cure: str) -> ValueError:
         return ValueError(f"{what}: {cure}")
 
+    def stop(self) -> None:
+        pass
+
     def __enter__(self) -> StandIn:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
