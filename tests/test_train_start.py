@@ -92,6 +92,7 @@ def test_what_does_not_fit_is_named_with_both_shapes(folder, target, tiny_llama)
         ({"rope_theta": 500000.0}, "rope_theta is 500000.0 there, 10000.0 here"),
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 500000.0}}, "rope_theta is 500000.0 there"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling is {.*linear.*} there, {} here"),
+        ({"rope_scaling": {"type": "su", "factor": 4.0}}, "is another drafter: rope_scaling is {.*su.*} there, {} here"),
         ({"norm_output": True}, "norm_output is True there, False here"),
         ({"eyas": {"boundaries": [1, 2, 4]}}, r"boundaries are \[1, 2, 4\] there, \[2, 3, 5\] here"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7, 8, 9]}}, r"layer ids \[7, 8, 9\]"),
@@ -101,6 +102,12 @@ def test_what_shapes_do_not_tell_must_agree_as_well(folder, target, tiny_llama, 
     change(folder, **values)
     with pytest.raises(ValueError, match=message):
         start(folder, target, tiny_llama)
+
+
+def test_mrope_is_no_other_rope_in_text(folder, target, tiny_llama):
+    """As drafters of Qwen2.5-VL have it in their config."""
+    change(folder, rope_scaling={"type": "mrope", "rope_type": "mrope", "mrope_section": [4, 6, 6]})
+    start(folder, target, tiny_llama)
 
 
 @pytest.mark.parametrize("spoil", ["absolute", "twice", "t2d"])

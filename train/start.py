@@ -102,13 +102,23 @@ def _check_settings(config: dict, shape: DrafterShape, *, where: Path) -> None:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # Transformers 5 writes the first
     found |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
     wrong = [f"{name} is {value} there, {mine[name]} here" for name, value in found.items() if value != mine[name]]
-    longest = config.get("max_position_embeddings", shape.max_position_embeddings)
-    scaled = replace(shape, rope_scaling=rope_scaling_of(config), max_position_embeddings=longest)
-    there, here = Rotary(scaled), Rotary(shape)  # said in many ways: what counts is what comes of it
-    if there.scale != here.scale or not torch.equal(there.frequencies, here.frequencies):
-        wrong.append(f"rope_scaling is {scaled.rope_scaling} there, {shape.rope_scaling} here (drafter.inherit_rope_scaling)")
+    scaling = rope_scaling_of(config)
+    if not _same_rope(config, scaling, shape):
+        wrong.append(f"rope_scaling is {scaling} there, {shape.rope_scaling} here (drafter.inherit_rope_scaling)")
     if wrong:
         raise ValueError(f"init_from={where} is another drafter: {'; '.join(wrong)}: set drafter.* as it has them")
+
+
+def _same_rope(config: dict, scaling: dict, shape: DrafterShape) -> bool:
+    """It is said in many ways: what counts is what comes of it. mrope's three positions of a token are one in text."""
+    scaling = {} if "mrope" in (scaling.get("rope_type"), scaling.get("type")) else scaling
+    longest = config.get("max_position_embeddings", shape.max_position_embeddings)
+    try:
+        there = Rotary(replace(shape, rope_scaling=scaling, max_position_embeddings=longest))
+    except ValueError:  # of a kind that is not known here
+        return False
+    here = Rotary(shape)
+    return there.scale == here.scale and torch.equal(there.frequencies, here.frequencies)
 
 
 def _check_boundaries(config: dict, boundaries: list[int], *, target_path: Path, where: Path) -> None:
