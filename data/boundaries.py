@@ -97,6 +97,11 @@ def text_config(path: Path | str) -> dict[str, Any]:
     return config
 
 
+def logits_factor(config: dict[str, Any]) -> float:
+    """What a target multiplies the product of its head with (Cohere, Granite), from its config.json; 1 for most."""
+    return (config.get("logit_scale") or 1.0) / (config.get("logits_scaling") or 1.0)
+
+
 def architecture_of(path: Path | str) -> str:
     """The target's architecture, like LlamaForCausalLM; the outer one of a multimodal target."""
     names = _read_config(path).get("architectures")

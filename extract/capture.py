@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from data.boundaries import text_config
+from data.boundaries import logits_factor, text_config
 
 MEMORY_SHARE = 0.6  # of the free memory, that the reference's weights may take
 
@@ -103,18 +103,19 @@ def reference_fits(target: Path) -> bool:
 
 
 def head_weight(target: Path) -> Tensor:
-    """The target's output head [V, H], as it is on disk; the embedding where they are tied.
+    """The target's output head [V, H], as it is on disk, times its logits' factor; the embedding where they are tied.
 
     Raises ValueError if the checkpoint has neither.
     """
-    files = _weight_files(target)
-    suffixes = ["lm_head.weight"]
-    if text_config(target).get("tie_word_embeddings") or not any(name.endswith(suffixes[0]) for name in files):
+    files, config = _weight_files(target), text_config(target)
+    suffixes, factor = ["lm_head.weight"], logits_factor(config)
+    if config.get("tie_word_embeddings") or not any(name.endswith(suffixes[0]) for name in files):
         suffixes = ["embed_tokens.weight"]
     for name, file in files.items():
         if name.endswith(suffixes[0]):
             with safe_open(file, framework="pt") as weights:
-                return weights.get_tensor(name)
+                head = weights.get_tensor(name)
+            return head if factor == 1.0 else (head.float() * factor).to(head.dtype)
     raise ValueError(f"{target} has no {suffixes[0]} in its safetensors: download the target again")
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from data.codecs import TeacherHead
 from data.hugging_face import transformers
+from extract.capture import head_weight
 from train.loss import Teacher
 from train.target import Target
 
@@ -62,6 +64,9 @@ def test_the_teacher_is_the_targets_own_distribution_also_where_its_logits_have_
     assert torch.equal(target.embedding, model.get_input_embeddings().weight)
     teacher = Teacher.of(last, target.head, target_ids=torch.arange(64))
     torch.testing.assert_close(teacher.logits - teacher.log_normalizer[:, None], logits.log_softmax(-1), atol=1e-4, rtol=0)
+    stored = TeacherHead(head_weight(tmp_path), device="cpu").top_k(last, 8)  # by codecs that keep it in place of last
+    expected = logits.log_softmax(-1).topk(8).values
+    torch.testing.assert_close(stored["top_log_probs"], expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("shards", [1, 3])

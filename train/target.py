@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from data.boundaries import text_config
+from data.boundaries import logits_factor, text_config
 from data.schema import Provenance, check_same
 from data.shards import ShardReader
 
@@ -67,9 +67,9 @@ class Target:
             # Some targets pad their tables beyond vocab_size; fewer rows can only be a wrong file.
             if tensor.dim() != 2 or tensor.shape[0] < shape[0] or tensor.shape[1] != shape[1]:
                 raise ValueError(f"{path}: the {name} is {list(tensor.shape)}, its config says {list(shape)}")
-        scale = (config.get("logit_scale") or 1.0) / (config.get("logits_scaling") or 1.0)
-        if scale != 1.0:
-            head, tied = head.float() * scale, False
+        factor = logits_factor(config)
+        if factor != 1.0:
+            head, tied = head.float() * factor, False
         embedding, final_norm, head = (
             tensor.to(device=device, dtype=dtype) for tensor in (embedding[: shape[0]], final_norm, head[: shape[0]])
         )
