@@ -64,7 +64,7 @@ def accelerator_of(config: EngineConfig, **options: Any) -> Accelerator:
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False,  # the only buffers are the vocabulary map, which never changes
         gradient_as_bucket_view=True,
-        bucket_cap_mb=1,  # MiB: a gradient is summed by itself, and waits for no other one
+        bucket_cap_mb=100,  # MiB of gradients that begin their way together; torch.compile cuts its graphs there, too
     )
     # mixed_precision: the drafter casts its matrices itself, once a step
     return Accelerator(mixed_precision="no", kwargs_handlers=[ddp], **options)
