@@ -9,12 +9,14 @@ import hashlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import FrameType
 from typing import Any, Callable, TypeVar
 
 import hydra
@@ -165,6 +167,30 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
         return main
 
     return decorate
+
+
+@contextlib.contextmanager
+def told_to_end(kept: str) -> Iterator[None]:
+    """Inside, SIGTERM and Ctrl-C end the run with one line, which ends with `kept`: what of it is there, and what to do.
+
+    Servers that were started inside go with it.
+    """
+    told: list[signal.Signals] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        told.append(signal.Signals(number))
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except SystemExit:
+        if told:
+            print(f"ended by {told[0].name}: {kept}", file=sys.stderr, flush=True)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -8,15 +8,12 @@ import sys, pathlib  # noqa: E401
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import functools  # noqa: E402
-import signal  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
-from contextlib import ExitStack, contextmanager  # noqa: E402
+from contextlib import ExitStack  # noqa: E402
 from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
-from types import FrameType  # noqa: E402
 from typing import BinaryIO  # noqa: E402
 
-from data.config import stage  # noqa: E402
+from data.config import stage, told_to_end  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
 from data.locks import claim  # noqa: E402
 from data.prepare import prepare_answers  # noqa: E402
@@ -30,7 +27,7 @@ from extract.server import Server  # noqa: E402
 @stage("extract")
 def main(config: ExtractConfig) -> dict:
     target, out = ensure_target(config.target), Path(config.out)
-    with told_to_end(), ExitStack() as stack:
+    with told_to_end("what is finished is kept, the same command continues"), ExitStack() as stack:
         only_tells = config.mode == "command" or (config.mode == "extract" and config.plan)
         if not only_tells:
             stack.enter_context(only_run(out))
@@ -46,28 +43,6 @@ def main(config: ExtractConfig) -> dict:
         prepare_answers(config.target, out / FILE, out / "prompts")
         extracted = extraction.run(out / "prompts", start=start)
         return {"answers": answers, **extracted, "line": f"{answers['line']}; {extracted['line']}"}
-
-
-@contextmanager
-def told_to_end() -> Iterator[None]:
-    """Inside, SIGTERM and Ctrl-C end the run with one line; its server and its spool go, what is finished stays."""
-
-    told: list[signal.Signals] = []
-
-    def end(number: int, frame: FrameType | None) -> None:
-        told.append(signal.Signals(number))
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    except SystemExit:
-        if told:
-            print(f"ended by {told[0].name}: what is finished is kept, the same command continues", file=sys.stderr, flush=True)
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def only_run(out: Path) -> BinaryIO:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dataclasses import asdict
 
-from data.config import finished, fingerprint, stage
+from data.config import finished, fingerprint, stage, told_to_end
 from data.embedded import ensure_target
 from extract.command import installation
 from launch.ask import Run, ask
@@ -26,6 +26,7 @@ from launch.questions import Question, load_questions
 
 
 @stage("bench")
+@told_to_end("its servers are gone, the same command begins again")
 def main(config: BenchConfig) -> dict:
     drafter, target_path = Path(config.drafter), ensure_target(config.target)
     version = installation(config.engine).version

@@ -16,7 +16,7 @@ import shlex
 import signal
 import time
 
-from data.config import stage
+from data.config import stage, told_to_end
 from data.embedded import ensure_target
 from data.schema import Record
 from data.shards import ShardReader
@@ -32,6 +32,7 @@ POLL_SECONDS = 0.5
 
 
 @stage("serve")
+@told_to_end("it was not serving yet")
 def main(config: ServeConfig) -> dict:
     drafter, target_path, out = Path(config.drafter), ensure_target(config.target), Path(config.out)
     version = installation(config.engine).version

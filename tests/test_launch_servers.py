@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from data.boundaries import text_config
 from data.config import TargetConfig, typed
+from extract.claims import claim_folder
 from launch.drafting import checked_drafting
 from train.config import DrafterConfig
 from train.export import export
@@ -95,6 +96,31 @@ def test_with_nothing_to_compare_the_wiring_with_no_server_is_started(drafter: P
     command = [sys.executable, "launch/serve.py", "target=tiny_llama", f"drafter={drafter}", f"out={tmp_path}", "probe.reference=off"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "give shards=" in done.stderr and not (tmp_path / "server").exists()
+
+
+@pytest.mark.parametrize("stage", ["serve", "bench"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_told_to_end_while_its_server_starts_says_so_in_a_line(drafter: Path, environment: dict, tmp_path, stage, number):
+    """A large target takes many minutes to its start, and this is when one sees that an option is wrong."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"prompt_ids": PROMPT, "response_ids": [5] * 4}) + "\n")
+    more = [f"prompts={questions}"] if stage == "bench" else ["server.port=0"]
+    command = [sys.executable, f"launch/{stage}.py", "target=tiny_llama", f"drafter={drafter}", f"out={tmp_path / 'out'}", *more]
+    log = tmp_path / "out" / ("server" if stage == "serve" else "with-drafts") / "server.log"
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            started = time.monotonic()
+            while not (log.exists() and log.stat().st_size) and time.monotonic() - started < 60:
+                time.sleep(0.1)
+            process.send_signal(number)
+            said = process.stdout.read()
+        finally:
+            process.kill()
+    assert process.returncode == 128 + number and "Traceback" not in said, said
+    assert said.splitlines()[-1].startswith(f"ended by {number.name}: it")
+    claim_folder(log.parent, cure="").close()  # its server is gone
 
 
 def test_serve_checks_the_wiring_answers_and_ends_with_ctrl_c(drafter: Path, environment: dict, tmp_path: Path):
