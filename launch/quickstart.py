@@ -12,26 +12,31 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from dataclasses import asdict
 
+import psutil
 from omegaconf import OmegaConf
 
-from data.config import ROOT, TargetConfig, quoted, stage, write_atomically
+from data.config import ROOT, TargetConfig, quoted, stage, told_to_end, write_atomically
 from data.manifest import Manifest
 from launch.config import QuickstartConfig
 from launch.figure import draw, read_metrics
 
 LARGEST_GAP = 0.02  # |live tau / offline tau - 1|
 SMALLEST_TAU = 1.15  # on held-out prompts
+STOP_SECONDS = 60.0  # for a stage to save what it has
 
 
 @stage("quickstart")
+@told_to_end("what is finished is kept, the same command goes on")
 def main(config: QuickstartConfig) -> dict:
     commands, folders = plan(config)
     seconds = {}
@@ -39,6 +44,8 @@ def main(config: QuickstartConfig) -> dict:
         started = time.monotonic()
         run(name, command, position=position, of=len(commands))
         seconds[name] = round(time.monotonic() - started, 1)
+        if name == "data":
+            require_held_out(summary_of(folders["data"]))
     return report(config, folders, seconds)
 
 
@@ -99,10 +106,44 @@ def run(name: str, command: list[str], *, position: int, of: int) -> None:
         started = ["-m", "accelerate.commands.launch", *command[2:]]
     else:
         started = command[1:]
-    done = subprocess.run([sys.executable, *started])
-    if done.returncode:
-        raise ValueError(f"stage {name} ended with status {done.returncode}, see above; once that is mended, the same "
+    process = subprocess.Popen([sys.executable, *started], start_new_session=True)  # Ctrl-C comes to it from here
+    try:
+        status = process.wait()
+    except BaseException:
+        end(process)
+        raise
+    if status:
+        raise ValueError(f"stage {name} ended with status {status}, see above; once that is mended, the same "
                          "command goes on from there")  # fmt: skip
+
+
+def end(process: subprocess.Popen) -> None:
+    """SIGTERM for a stage and all that it started: extraction keeps its shards, training saves a checkpoint."""
+    limit = time.monotonic() + STOP_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < limit and (process.poll() is None or lives(process.pid)):
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def lives(group: int) -> bool:
+    """Whether a process of the group runs: `accelerate launch` ends before what it launched has."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+def require_held_out(data: dict) -> None:
+    """Raises ValueError if tau could not be measured on anything: before hours of extraction and training."""
+    if data["validation"] == 0:
+        raise ValueError(
+            f"none of the {data['kept']} conversations is held out, and tau is measured on those: set a larger "
+            f"validation_fraction=, or give more conversations"
+        )
 
 
 def summary_of(folder: Path) -> dict:
@@ -157,13 +198,14 @@ def report(config: QuickstartConfig, folders: dict[str, Path], seconds: dict[str
 
 
 def print_table(summary: dict, picture: Path) -> None:
+    without = summary["tokens_per_second_without"]
     rows = {
         "conversations": f"{summary['conversations_kept']} kept, {summary['records']} records captured",
         "boundaries": f"{summary['boundaries']}, served as layer ids {summary['engine_ids']}",
         "tau, offline": f"{summary['offline_tau']:.3f} tokens a step, computed from the held-out shards",
         "tau, live": f"{summary['live_tau']:.3f} tokens a step, counted by the server ({summary['tau_ratio']:.4f} of it)",
         "speed": f"{summary['tokens_per_second_with_drafts']:.1f} tokens/s with drafts, "
-        f"{summary['tokens_per_second_without']:.1f} without",
+        + ("not measured without" if without is None else f"{without:.1f} without"),
         "seconds": ", ".join(f"{name} {value:.0f}" for name, value in summary["seconds_by_stage"].items()),
         "picture": str(picture),
     }
@@ -180,7 +222,7 @@ def print_next(config: QuickstartConfig, folders: dict[str, Path]) -> None:
     print(f"""
 What to do next
   serve it       python launch/serve.py {target} {drafter}
-  your own data  python launch/quickstart.py {target} conversations=FILE.jsonl out=outputs/mine
+  your own data  python launch/quickstart.py {target} conversations=FILE.jsonl out=outputs/own
   your own model a YAML like conf/target/{config.target.name}.yaml, then target=NAME: README, "The stages by hand"
 """)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from data.config import TargetConfig
+from data.config import TargetConfig, told_to_end
 from launch.config import QuickstartConfig, StageOptions
 from launch.figure import draw, running_mean
-from launch.quickstart import plan, report, target_options
+from launch.quickstart import lives, plan, report, require_held_out, run, target_options
 from tests.records import dataset_of, record_of
 
 
@@ -88,6 +92,53 @@ def test_a_broken_promise_ends_the_run_with_its_name(finished_run, stage: str, f
         report(settings, folders, SECONDS)
     written = json.loads((Path(settings.out) / "summary.json").read_text())
     assert [name for name, kept in written["promises"].items() if not kept and promise in name]
+
+
+def test_a_bench_without_a_baseline_is_summed_up_too(finished_run, capsys):
+    settings, folders = finished_run
+    before = json.loads((folders["bench"] / "summary.json").read_text())
+    write(folders["bench"], "summary.json", {**before, "tokens_per_second_without": None, "outputs_identical": None})
+    with pytest.raises(ValueError, match="outputs identical"):
+        report(settings, folders, SECONDS)
+    assert "60.0 tokens/s with drafts, not measured without" in capsys.readouterr().out
+
+
+def test_conversations_of_which_none_is_held_out_are_refused_before_a_server_starts():
+    """tau is measured on those, and would be missed after hours of extraction and training."""
+    require_held_out({"kept": 300, "validation": 1})
+    with pytest.raises(ValueError, match="none of the 3 conversations is held out.*validation_fraction="):
+        require_held_out({"kept": 3, "validation": 0})
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_quickstart_that_is_told_to_end_lets_its_stage_save_and_leaves_no_process(tmp_path: Path, capsys, number: int):
+    """The stage's launcher dies at once, as Accelerate's; what it launched takes its time, and is told once."""
+    stage = tmp_path / "stage.py"
+    stage.write_text(f"""
+import signal, subprocess, sys, time, pathlib
+if sys.argv[1:] == ["launcher"]:
+    sys.exit(subprocess.Popen([sys.executable, __file__]).wait())
+def save(*_):
+    time.sleep(1)
+    pathlib.Path({str(tmp_path / "saved")!r}).touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path({str(tmp_path / "up")!r}).write_text(str(__import__("os").getpgid(0)))
+time.sleep(60)
+""")
+
+    def tell() -> None:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.05)
+        time.sleep(0.2)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=tell, daemon=True).start()
+    with pytest.raises(SystemExit) as stopped, told_to_end("what is finished is kept"):
+        run("train", ["python", str(stage), "launcher"], position=3, of=5)
+    assert stopped.value.code == 128 + number and (tmp_path / "saved").exists()
+    assert not lives(int((tmp_path / "up").read_text()))
+    assert capsys.readouterr().err.endswith(f"ended by {signal.Signals(number).name}: what is finished is kept\n")
 
 
 @pytest.mark.parametrize(("gpu", "file"), [(False, "cpu.yaml"), (True, "gpu.yaml")])
