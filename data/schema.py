@@ -139,11 +139,16 @@ def difference(found: Provenance, expected: Provenance) -> str | None:
     return None
 
 
-def check_same(found: Provenance, expected: Provenance, *, where: str) -> None:
-    """Raises ValueError naming both sides and the cure if data in `where` is not what this run needs."""
+def check_same(found: Provenance, expected: Provenance, *, where: str, cure: str | None = None) -> None:
+    """Raises ValueError naming both sides and the cure if data in `where` is not what this run needs.
+
+    cure  null: for a run that takes its target and boundaries from the command line
+    """
     words = difference(found, expected)
     if words is None:
         return
+    if cure is not None:
+        raise ValueError(f"{where} {words}: {cure}")
     cure = "extract again"
     if found.boundaries != expected.boundaries and found.target == expected.target:
         cure = f"set target.boundaries={str(list(found.boundaries)).replace(' ', '')}, or extract again"

@@ -61,7 +61,7 @@ def probe_server(server: Server, *, boundaries: list[int], reference: Reference 
         tolerance=config.tolerance,
     )
     report.problems += [problem for ranks in by_rank for problem in check_ranks(ranks)]
-    _show(report, has_reference=reference is not None)
+    _show(report, against="Hugging Face and its own next tokens" if reference else "its own next tokens (no reference)")
     report.require_passed()
     return report
 
@@ -113,7 +113,7 @@ def probe_drafter(
         feeds, sequences, expected, boundaries=boundaries, where=f"what {server.url} feeds its drafter",
         tolerance=tolerance,
     )  # fmt: skip
-    _show(report, has_reference=True)
+    _show(report, against="Hugging Face" if reference is not None else "the shards")
     report.require_passed()
     return report
 
@@ -165,7 +165,6 @@ def check_drafter_feed(
     return report
 
 
-def _show(report: Report, *, has_reference: bool) -> None:
+def _show(report: Report, *, against: str) -> None:
     print(report.table())
-    against = "Hugging Face and its own next tokens" if has_reference else "its own next tokens (no reference)"
     print(f"wiring probe {'passed' if report.passed else 'FAILED'}: {report.num_tokens} tokens against {against}")

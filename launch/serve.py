@@ -16,7 +16,7 @@ import shlex
 import signal
 import time
 
-from data.config import stage, told_to_end
+from data.config import TargetConfig, stage, told_to_end
 from data.embedded import ensure_target
 from data.schema import Record
 from data.shards import ShardReader
@@ -27,6 +27,7 @@ from extract.server import Server
 from launch.config import ServeConfig
 from launch.drafting import checked_drafting
 from train.export import check_export
+from train.target import check_shards
 
 POLL_SECONDS = 0.5
 
@@ -45,7 +46,8 @@ def main(config: ServeConfig) -> dict:
     )
     print(f"the same server without Eyas:\n\n  {plain_command(config, target_path, drafting)}\n", flush=True)
     reference = load_reference(target_path, config.probe, trust_remote_code=config.target.trust_remote_code)
-    record = first_record(config.shards)
+    boundaries = check_export(drafter)["eyas"]["boundaries"]
+    record = first_record(config.shards, target=config.target, target_path=target_path, boundaries=boundaries)
     if reference is None and record is None:
         raise ValueError(
             f"nothing to compare the wiring with: the Hugging Face reference of {config.target.name} does not fit in memory, "
@@ -62,7 +64,7 @@ def main(config: ServeConfig) -> dict:
     ) as server:
         report = probe_drafter(
             server,
-            boundaries=check_export(drafter)["eyas"]["boundaries"],
+            boundaries=boundaries,
             reference=reference,
             record=record,
             config=config.probe,
@@ -93,11 +95,17 @@ def plain_command(config: ServeConfig, target_path: Path, drafting: Drafting) ->
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in added.items()), shlex.join(line)])
 
 
-def first_record(shards: str | None) -> Record | None:
-    """The dataset's first, decoded; None where there is no dataset. Raises ValueError if it has no record to train on."""
+def first_record(shards: str | None, *, target: TargetConfig, target_path: Path, boundaries: list[int]) -> Record | None:
+    """The dataset's first, decoded; None where there is no dataset.
+
+    Raises ValueError if it has no record to train on, or was captured from another target or at other boundaries: what
+    the drafter is fed would be compared with something else.
+    """
     if shards is None:
         return None
     reader = ShardReader(local_folder(shards), split="train")
+    cure = "give the shards that the drafter learnt from, or leave shards= out where the reference fits in memory"
+    check_shards(reader, target_path, name=target.name, boundaries=boundaries, cure=cure)
     if len(reader) == 0:
         raise ValueError(f"{shards} has no record of the train split: give the shards that the drafter learnt from")
     return reader.read(0).decoded()

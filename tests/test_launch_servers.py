@@ -19,10 +19,12 @@ from data.boundaries import text_config
 from data.config import TargetConfig, typed
 from extract.claims import claim_folder
 from launch.drafting import checked_drafting
+from launch.serve import first_record
 from train.config import DrafterConfig
 from train.export import export
 from train.model import Drafter
 from train.shape import DrafterShape
+from tests.datasets import write_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = [11, 12, 13, 14]
@@ -96,6 +98,17 @@ def test_with_nothing_to_compare_the_wiring_with_no_server_is_started(drafter: P
     command = [sys.executable, "launch/serve.py", "target=tiny_llama", f"drafter={drafter}", f"out={tmp_path}", "probe.reference=off"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "give shards=" in done.stderr and not (tmp_path / "server").exists()
+
+
+def test_shards_of_other_boundaries_are_no_proof_of_the_wiring(tiny_llama: TargetConfig, tmp_path: Path):
+    """Compared with them, a right server would be accused; and one that is wrong in the same way would pass."""
+    target = Path(tiny_llama.path)
+    shards = write_dataset(tmp_path / "shards", target, name="tiny_llama", train=1, validation=1)
+    record = first_record(str(shards), target=tiny_llama, target_path=target, boundaries=[2, 3, 5])
+    assert record.aux.shape[1] == 3
+    for boundaries in ([1, 2, 4], [2, 3]):
+        with pytest.raises(ValueError, match=r"captured at boundaries \[2, 3, 5\].*give the shards that the drafter learnt from"):
+            first_record(str(shards), target=tiny_llama, target_path=target, boundaries=boundaries)
 
 
 @pytest.mark.parametrize("stage", ["serve", "bench"])

@@ -76,7 +76,9 @@ class Target:
         return cls(embedding=embedding, final_norm=final_norm, head=embedding if tied else head, config=config)
 
 
-def check_shards(reader: ShardReader, target_path: Path, *, name: str, boundaries: list[int]) -> None:
+def check_shards(
+    reader: ShardReader, target_path: Path, *, name: str, boundaries: list[int], cure: str | None = None
+) -> None:
     """Raises ValueError unless the shards were captured from this target, at these boundaries."""
     found = reader.provenance
     expected = Provenance.of_target(
@@ -87,7 +89,7 @@ def check_shards(reader: ShardReader, target_path: Path, *, name: str, boundarie
         engine=found.engine,
         engine_version=found.engine_version,
     )
-    check_same(found, expected, where=str(reader.path))
+    check_same(found, expected, where=str(reader.path), cure=cure)
 
 
 def _files_by_tensor(path: Path) -> dict[str, str]:
