@@ -14,6 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from data.config import write_atomically
+from data.fingerprints import tokenizer_hash
 from data.prompts import PromptSet
 
 FILE = "vocabulary.safetensors"
@@ -64,6 +65,16 @@ class Vocabulary:
             raise ValueError(f"{file} is missing: python data/main.py makes it, extract copies it") from None
         except (SafetensorError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error}): run python data/main.py again") from error
+
+
+def check_tokenizer(prompts: Path | str, target: Path) -> None:
+    """Raises ValueError if data/main.py made `prompts` with another tokenizer than that of the model in `target`."""
+    found, expected = Vocabulary.load(prompts).tokenizer_hash, tokenizer_hash(target)
+    if found != expected:
+        raise ValueError(
+            f"{prompts} was tokenized for another target (tokenizer {found}, that of {target} is {expected}): set target= "
+            f"to that one, or run python data/main.py for this one"
+        )
 
 
 def special_ids(tokenizer: Any) -> list[int]:

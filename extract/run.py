@@ -20,6 +20,7 @@ from data.prompts import PromptSet
 from data.schema import Provenance, check_same
 from data.shards import ShardReader, ShardWriter
 from data.storage import Uploader
+from data.vocab import check_tokenizer
 from extract.agreement import measure
 from extract.capture import head_weight
 from extract.command import Capturing, installation
@@ -73,6 +74,7 @@ class Extraction:
         """
         config, out = self.config, Path(self.config.out)
         wanted, part = PromptSet.load(prompts), config.part
+        check_tokenizer(prompts, self.target)
         if part is not None:
             wanted = wanted.part(*parse_part(part))
         files = [prompts / f"prompts.{end}" for end in ("jsonl", "safetensors")]

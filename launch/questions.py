@@ -12,11 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
+from data.boundaries import text_config
 from data.config import TargetConfig
 from data.conversations import Conversation, Refused, conversation_of, read_rows
 from data.prompts import PromptSet
 from data.rendering import Renderer
 from data.tokenizing import load_tokenizer
+from data.vocab import check_tokenizer
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ def load_questions(path: Path, *, target: TargetConfig, target_path: Path) -> li
     """The questions of a prompts folder or a conversation file. Raises ValueError if there is none."""
     if path.is_dir():
         questions = _from_prompts(PromptSet.load(path))
+        check_tokenizer(path, target_path)
         empty = "its validation split is empty: run data/main.py with a larger validation_fraction="
     else:
         questions = _from_file(path, target=target, target_path=target_path)
@@ -67,11 +70,16 @@ def _from_prompts(prompts: PromptSet) -> list[Question]:
 def _from_file(path: Path, *, target: TargetConfig, target_path: Path) -> list[Question]:
     tokenizer = load_tokenizer(target_path, trust_remote_code=target.trust_remote_code)
     renderer = Renderer(tokenizer, options={}, rewritten_history="last_turn")
+    vocab_size = text_config(target_path)["vocab_size"]
     questions: dict[str, Question] = {}
     for row, value in read_rows(path):
         try:
             conversation = conversation_of(row, value, file_name=path.stem)
             question = _ask(conversation, value, renderer)
+            if not question.prompt_ids:
+                raise Refused("its prompt has no token")
+            if not 0 <= min(question.prompt_ids) <= max(question.prompt_ids) < vocab_size:
+                raise Refused(f"a token id outside the target's vocabulary of {vocab_size}")
         except Refused as reason:
             raise ValueError(f"{path} line {row}: {reason}: remove it, or give a file of conversations") from reason
         if question.id in questions:
