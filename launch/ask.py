@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +49,10 @@ def ask(config: BenchConfig, questions: list[Question], *, target_path: Path, dr
             return asyncio.run(answers_of(server.url, questions, config=config, name=name))
         except ServerGone as error:
             raise server.failure(f"the server {name} is gone ({error})", cure="see its log, then run this again") from error
-        except (RequestFailed, RequestRefused) as error:
-            raise server.failure(f"the server {name} refused a question ({error})", cure="leave it out") from error
+        except RequestRefused as error:
+            raise server.failure(f"the server {name} refused question {error}", cure="leave it out") from error
+        except RequestFailed as error:
+            raise server.failure(f"the server {name} did not answer question {error}", cure="see its log") from error
 
 
 async def answers_of(url: str, questions: list[Question], *, config: BenchConfig, name: str) -> Run:
@@ -64,11 +67,15 @@ async def answers_of(url: str, questions: list[Question], *, config: BenchConfig
 
         async def answer(question: Question, length: int) -> Answer:
             async with gate:
-                reply = await client.generate(question.prompt_ids, rid=f"bench-{question.id}", max_new_tokens=length)
+                try:
+                    reply = await client.generate(question.prompt_ids, rid=f"bench-{question.id}", max_new_tokens=length)
+                except (RequestFailed, RequestRefused) as error:
+                    raise type(error)(f"{question.id}: {error}") from error
             bar.update(len(reply.output_ids))
             return Answer.of(id=question.id, source=question.source, tokens=reply.output_ids, meta=reply.meta)
 
-        await client.generate(questions[0].prompt_ids, rid="bench-warm-up", max_new_tokens=4)
+        with contextlib.suppress(RequestFailed, RequestRefused):  # the question itself tells
+            await client.generate(questions[0].prompt_ids, rid="bench-warm-up", max_new_tokens=4)
         with tqdm(total=sum(lengths), desc=name, unit=" tokens", delay=2) as bar:
             started = time.monotonic()
             answers = await asyncio.gather(*map(answer, questions, lengths))

@@ -38,6 +38,8 @@ def main(config: BenchConfig) -> dict:
         engine_version=version,
     )
     questions = load_questions(Path(config.prompts), target=config.target, target_path=target_path)[: config.limit]
+    if max(question.num_tokens(config.max_new_tokens) for question in questions) < 2:
+        raise ValueError(f"every answer to {config.prompts} is a single token, for which nothing is drafted: give longer ones")
     asked = [asdict(question) for question in questions]
     inputs = fingerprint(asdict(config), version, drafter / "config.json", drafter / "model.safetensors", asked)
     if done := finished(Path(config.out), inputs):
@@ -82,6 +84,8 @@ def speeds(drafted: Run, plain: Run | None, *, tau: float) -> dict:
 
 def verdict(summary: dict) -> str:
     """Does it pay here? Accuracy cannot say: what a step costs decides as much as what it yields."""
+    if not summary["steps"]:
+        return "nothing was drafted: every answer ended with its first token"
     cost = (
         f"a step with {summary['num_drafts']} drafts takes as long as {summary['break_even_tau']:.2f} without, "
         f"and yields {summary['tau']:.2f} tokens"

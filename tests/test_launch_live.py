@@ -72,11 +72,18 @@ def test_an_answer_that_ends_early_differs_where_it_ends():
 def test_a_drafter_that_slows_serving_down_is_told_to_be_taken_away():
     """2.5 tokens a step sound well; but 100 tokens took 8 s with drafts and 4 s without: a step costs five plain ones."""
     drafted, plain = (Run([answer("a", tokens=100, steps=40)], seconds) for seconds in (8.0, 4.0))
-    summary = {"tau": 2.5, "num_drafts": 3, **speeds(drafted, plain, tau=2.5)}
+    summary = {"tau": 2.5, "steps": 40, "num_drafts": 3, **speeds(drafted, plain, tau=2.5)}
     assert (summary["speedup"], summary["break_even_tau"]) == (0.5, 5.0)
     assert verdict(summary).startswith("SLOWER WITH DRAFTS, 0.50 x: a step with 3 drafts takes as long as 5.00 without")
-    faster = {"tau": 2.5, "num_drafts": 3, **speeds(plain, drafted, tau=2.5)}
+    faster = {"tau": 2.5, "steps": 40, "num_drafts": 3, **speeds(plain, drafted, tau=2.5)}
     assert verdict(faster).startswith("2.00 x as fast with drafts: a step with 3 drafts takes as long as 1.25 without")
+
+
+def test_where_nothing_was_drafted_no_speed_is_judged():
+    """The end-of-turn token came first, each time: nan tokens a step are neither fast nor slow."""
+    runs = [Run([answer("a", tokens=1, steps=0)], seconds) for seconds in (2.0, 1.0)]
+    tau = float("nan")
+    assert verdict({"tau": tau, "steps": 0, "num_drafts": 3, **speeds(*runs, tau=tau)}).startswith("nothing was drafted")
 
 
 def test_without_a_run_to_compare_with_there_is_no_speedup():
