@@ -40,7 +40,7 @@ LOG := 2>&1 | tee -a $(VENV)/install.log | sed -un 's/^ *\(Downloading .*\|Build
 
 $(INSTALLED): pyproject.toml $(LISTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"error: Python 3.11 or newer is needed, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.12 $(MAKECMDGOALS)")'
-	@test -x $(BIN)/python || { echo "== making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || { echo "== making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing the $(PLATFORM) packages into $(VENV), once (a few minutes; all of it in $(VENV)/install.log)"
 	@$(PIP) $(PINS) -r requirements/$(PLATFORM).txt $(LOG)
 	@$(PIP) --no-deps -r requirements/$(PLATFORM)-no-deps.txt $(LOG)

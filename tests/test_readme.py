@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -108,6 +110,15 @@ def test_no_command_is_one_that_does_not_exist(file: str):
 
 def make_targets() -> set[str]:
     return set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
+
+
+def test_an_environment_whose_making_was_interrupted_is_made_again(tmp_path: Path):
+    """Python stands in it before pip does; PIP=true installs nothing."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    told = [f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}", "PLATFORM=cpu", "PIP=true"]
+    done = subprocess.run(["make", "install", *told], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "== making" in done.stdout, done.stdout + done.stderr
+    assert subprocess.run([tmp_path / "venv" / "bin" / "python", "-m", "pip", "--version"]).returncode == 0
 
 
 def test_every_default_that_yaml_leaves_open_is_asked_for():
