@@ -32,13 +32,11 @@ def free_port(host: str) -> int:
     raise ValueError(f"{host} has no free port in {PORTS.start} .. {PORTS.stop - 1}: set server.port=")
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises ValueError if a server cannot listen there."""
+def check_port(host: str, port: int, *, attachable: bool = True) -> None:
+    """Raises ValueError if a server cannot listen there. attachable: the run may use the one that does."""
     if error := _refusal(host, port):
-        raise ValueError(
-            f"port {port} of {host} cannot be used ({error.strerror}): set server.port=0 for a free one, or attach "
-            f"to the server there with server.url=http://{host}:{port}"
-        ) from error
+        attach = f", or attach to the server there with server.url=http://{host}:{port}" if attachable else ""
+        raise ValueError(f"port {port} of {host} cannot be used ({error.strerror}): set server.port=0 for a free one{attach}") from error
 
 
 def _refusal(host: str, port: int) -> OSError | None:

@@ -155,7 +155,7 @@ class Server:
     def _start(self) -> None:
         found: Installation = installation(self.engine)
         host, port = self.config.host, self.config.port or free_port(self.config.host)
-        check_port(host, port)
+        check_port(host, port, attachable=self.drafting is None)
         self.url = f"http://{host}:{port}"
         try:
             self._claimed.append(claim_folder(self.out, cure="choose another out="))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from omegaconf import OmegaConf
 
 from data.boundaries import text_config
 from data.config import TargetConfig, typed
-from extract.claims import claim_folder
+from extract.claims import check_port, claim_folder
 from launch.drafting import checked_drafting
 from launch.serve import first_record
 from train.config import DrafterConfig
@@ -91,6 +92,27 @@ def test_a_drafter_exported_for_vllm_is_refused(drafter: Path, tiny_llama: Targe
     told = json.loads((drafter / "config.json").read_text())["eyas"] | {"engine": "vllm"}
     with pytest.raises(ValueError, match="export its checkpoint again with engine=sglang"):
         checked(copy_of(drafter, tmp_path / "vllm", eyas=told), tiny_llama)
+
+
+def test_a_config_without_depths_or_layer_ids_is_refused_by_name(drafter: Path, tiny_llama: TargetConfig, tmp_path):
+    told = json.loads((drafter / "config.json").read_text())
+    without = {name: value for name, value in told["eyas"].items() if name != "depths"}
+    with pytest.raises(ValueError, match="has no depths in eyas or eagle_config"):
+        checked(copy_of(drafter, tmp_path / "depths", eyas=without), tiny_llama)
+    with pytest.raises(ValueError, match="has no eagle_aux_hidden_state_layer_ids in eyas or eagle_config"):
+        checked(copy_of(drafter, tmp_path / "ids", eagle_config={}), tiny_llama)
+
+
+def test_a_port_that_is_taken_is_told_without_a_cure_that_serve_refuses():
+    """A drafter is given to a server at its start: there is no attaching to one."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match="set server.port=0 for a free one$"):
+            check_port("127.0.0.1", port, attachable=False)
+        with pytest.raises(ValueError, match=f"attach to the server there with server.url=http://127.0.0.1:{port}"):
+            check_port("127.0.0.1", port)
 
 
 def test_with_nothing_to_compare_the_wiring_with_no_server_is_started(drafter: Path, environment: dict, tmp_path: Path):

@@ -30,6 +30,7 @@ from train.model import Drafter
 from train.shape import DrafterShape
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 WRITTEN = {"config.json", "model.safetensors", "summary.json"}  # in an exported folder
 
 
@@ -141,6 +142,10 @@ def check_export(folder: Path) -> dict:
         raise ValueError(
             f"{folder}/config.json has no section eyas: it does not say which boundaries the drafter was trained at"
         )
+    told = config["eyas"] | (config.get("eagle_config") or {})
+    missing = [key for key in ("boundaries", "depths", "target", "engine", LAYER_IDS) if key not in told]
+    if missing:
+        raise ValueError(f"{folder}/config.json has no {', '.join(missing)} in eyas or eagle_config: export the checkpoint again")
     shape = _shape(config, folder)
     _check({name: torch.empty(size, device="meta") for name, size in shapes.items()}, shape, where=str(folder))
     target_ids = d2t + torch.arange(shape.draft_vocab_size)
@@ -191,7 +196,7 @@ def _config(shape: DrafterShape, target: dict, *, layer_ids: list[int], engine: 
         "norm_before_fc": shape.norm_before_fc,
         "norm_output": shape.norm_output,
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": layer_ids,
+            LAYER_IDS: layer_ids,
             "use_aux_hidden_state": True,
             "norm_before_fc": shape.norm_before_fc,
         },
@@ -199,7 +204,7 @@ def _config(shape: DrafterShape, target: dict, *, layer_ids: list[int], engine: 
     if shape.rope_scaling:
         config["rope_scaling"] = shape.rope_scaling
     if engine == "vllm":  # which looks beside eagle_config, not into it
-        config["eagle_aux_hidden_state_layer_ids"] = layer_ids
+        config[LAYER_IDS] = layer_ids
     for key in ("bos_token_id", "eos_token_id"):
         if target.get(key) is not None:
             config[key] = target[key]
