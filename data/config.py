@@ -171,9 +171,8 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
 
 @contextlib.contextmanager
 def told_to_end(kept: str) -> Iterator[None]:
-    """Inside, SIGTERM and Ctrl-C end the run with one line, which ends with `kept`: what of it is there, and what to do.
-
-    Servers that were started inside go with it.
+    """Inside, SIGTERM, Ctrl-C and a terminal that is closed end the run with one line, which ends with `kept`: what of it
+    is there, and what to do. Servers that were started inside go with it. What the caller ignores (nohup) stays so.
     """
     told: list[signal.Signals] = []
 
@@ -181,7 +180,8 @@ def told_to_end(kept: str) -> Iterator[None]:
         told.append(signal.Signals(number))
         sys.exit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     except SystemExit:

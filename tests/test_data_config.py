@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -232,3 +234,23 @@ def test_a_full_disk_leaves_the_old_file_and_no_temporary_one(tmp_path, monkeypa
     with pytest.raises(ValueError, match="cannot write .*f: No space left on device"):
         write_atomically(tmp_path / "f", "new")
     assert [file.name for file in tmp_path.iterdir()] == ["f"] and (tmp_path / "f").read_text() == "old"
+
+
+WAITS = """
+import os, signal, sys, time
+from data.config import told_to_end
+with told_to_end("all of it is kept"):
+    os.kill(os.getpid(), int(sys.argv[1]))
+    print("goes on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_is_told_to_end_says_so_in_a_line_unless_its_caller_ignores_it(number):
+    """As nohup does with the end of a terminal."""
+    command = [sys.executable, "-c", WAITS, str(int(number))]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (128 + number, f"ended by {number.name}: all of it is kept\n", "")
+    ignores = ["bash", "-c", 'trap "" "$1"; shift; exec "$@"', "bash", number.name, *command]
+    ignored = subprocess.run(ignores, cwd=ROOT, capture_output=True, text=True)
+    assert (ignored.returncode, ignored.stdout) == (0, "goes on\n"), ignored.stderr
