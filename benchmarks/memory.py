@@ -58,8 +58,11 @@ def main() -> None:
         print(json.dumps(measure(arguments.cases[0], arguments.depths[0])))
         return
     from benchmarks.cases import CASES
+    from benchmarks.timing import CUDA
     from train.plan import memory
 
+    if not CUDA:
+        parser.error("there is no GPU here, and its memory is what is measured")
     lines = []
     for name in arguments.cases:
         for depths in arguments.depths:

@@ -232,6 +232,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--json", help="file for every figure")
     arguments = parser.parse_args()
+    if not CUDA and set(arguments.shapes) - {"tiny"}:
+        parser.error("there is no GPU here, and a CPU takes minutes for a step of these shapes: leave --shapes out for a tiny one")
     chosen = ["--variants", *arguments.variants] if arguments.variants else []
     parts = [["--shapes", name, *chosen] for name in arguments.shapes]
     if arguments.prompts:
@@ -254,7 +256,7 @@ def measure_here(arguments: argparse.Namespace) -> dict:
         print("no GPU here: a tiny shape runs in float32, its figures mean nothing")
     ceiling = matmul_ceiling()
     device = torch.cuda.get_device_name() if CUDA else "cpu"
-    print(f"{device}, torch {torch.__version__}, {ceiling:.0f} TFLOP/s in a matrix product of 8192", flush=True)
+    print(f"{device}, torch {torch.__version__}, {ceiling:.0f} TFLOP/s in a large matrix product", flush=True)
     lines = []
     for name in arguments.shapes:
         lines += run_case(CASES[name], variants=arguments.variants, ceiling=ceiling)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention, step, timing
+from benchmarks import attention, memory, step, timing
 from data.prompts import Prompt, PromptSet
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU they measure large shapes")
@@ -19,6 +19,14 @@ def run(monkeypatch, capsys, module, *arguments) -> str:
     monkeypatch.setattr(sys, "argv", [module.__file__, *map(str, arguments)])
     module.main()
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("module", "arguments"), [(memory, []), (step, ["--shapes", "8b"])])
+def test_what_only_a_gpu_can_measure_is_refused_at_once(monkeypatch, capsys, module, arguments):
+    """An 8B shape takes a CPU many minutes and dozens of GB."""
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, capsys, module, *arguments)
+    assert "error: there is no GPU here" in capsys.readouterr().err
 
 
 def test_the_step_is_measured_in_the_variants_that_are_chosen(monkeypatch, capsys, tmp_path):
