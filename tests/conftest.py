@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+
+for number in (signal.SIGINT, signal.SIGHUP):
+    # A process that ignores a signal hands that on, and nohup or a shell's & make it do so; tests start what must hear them.
+    if signal.getsignal(number) == signal.SIG_IGN:
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(number, lambda number, frame: None)
 
 if not torch.cuda.is_available():
     # Read when Triton and the kernels are imported, so before any test does it; the processes that tests start go without.
