@@ -24,6 +24,7 @@ from extract.claims import check_port, claim_folder, free_port
 from extract.command import Capturing, Drafting, Installation, check_version, command, environment, install_plugin
 from extract.command import installation
 from extract.config import EngineConfig, ServerConfig
+from extract.fetch import ROWS_SECONDS
 from extract.readiness import Watch, cure_of
 from extract.spool import FORMAT, empty, forget_abandoned
 
@@ -286,7 +287,7 @@ class Server:
                     f"the rows that the server at {self.url} writes into {spool} cannot be taken out of it: the folder is "
                     f"another user's; make it yourself before that server starts, as mode=command does"
                 )
-            forget_abandoned(spool)  # of runs that were killed
+            forget_abandoned(spool, seconds=ROWS_SECONDS)  # of runs that were killed
         self.num_ranks = len({about["rank"] for about in said})
         if self._process:
             self._watch.schedulers = [about["pid"] for about in said if "pid" in about]

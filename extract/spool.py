@@ -29,7 +29,6 @@ RID_PREFIX = "eyas-"  # requests of ours; all others pass unseen
 ALL_RANKS_PREFIX = "eyas-all-"  # of these every tensor-parallel rank writes its rows, to be compared
 FORMAT = 2  # of these files; a server that another version of Eyas has started writes others
 SUFFIX = ".safetensors"
-ABANDONED_SECONDS = 120.0  # after which nobody waits for rows
 FEED = "feed-"
 STEPS = "steps.jsonl"
 
@@ -137,9 +136,9 @@ def empty(spool: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def forget_abandoned(spool: Path) -> None:
-    """Removes rows, and what was said instead of them, that nobody can wait for any more: a run takes them as they come."""
-    long_ago = time.time() - ABANDONED_SECONDS
+def forget_abandoned(spool: Path, *, seconds: float) -> None:
+    """Removes rows, and what was said instead of them, that are older: nobody can wait for them any more."""
+    long_ago = time.time() - seconds
     for path in (*spool.glob(f"{RID_PREFIX}*"), *spool.glob("piece-*"), *spool.glob(".piece-*.tmp")):
         with suppress(OSError):
             if path.stat().st_mtime < long_ago:

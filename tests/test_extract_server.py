@@ -19,9 +19,10 @@ import pytest
 import extract.server as server_module
 from extract import claims
 from extract.command import Capturing, Drafting, command, install_plugin, installation
+from extract.fetch import ROWS_SECONDS
 from extract.readiness import Watch, loading_progress
 from extract.server import Server, version_at
-from extract.spool import ABANDONED_SECONDS, FORMAT, append_line
+from extract.spool import FORMAT, append_line
 from tests.targets import ROOT, engine_config, server_config
 
 STAND_IN = '''\
@@ -367,7 +368,7 @@ def test_attaching_removes_what_killed_runs_have_left_in_the_spool_and_nothing_t
 ):
     spool = tmp_path / "spool"
     with server(stand_in("ready"), tiny_llama, tmp_path, capture=True) as running:
-        for number, age in enumerate((0, ABANDONED_SECONDS + 10)):
+        for number, age in enumerate((0, ROWS_SECONDS + 10)):
             append_line(spool / f"eyas-run-{number}/steps.jsonl", {})
             (spool / f"piece-run-1-{number}.safetensors").write_bytes(b"rows")
             for path in (spool / f"eyas-run-{number}", spool / f"piece-run-1-{number}.safetensors"):
