@@ -36,10 +36,15 @@ def options(shards: Path, out: Path, target, **changes: object) -> list[str]:
 def environment(machine: int | None = None) -> dict[str, str]:
     """Two processes of a machine do not share a GPU: NCCL refuses it. Where there is only one, they run on the CPU.
 
-    machine  the number of one that stands for a machine of its own: NCCL believes it, and the GPU is shared
+    machine  the number of one that stands for a machine of its own: it has one GPU of several, or shares the only one,
+             of which NCCL believes that it is another host's
     """
-    one_gpu = {"CUDA_VISIBLE_DEVICES": ""} if machine is None else {"NCCL_HOSTID": f"machine-{machine}"}
-    return {**os.environ, "OMP_NUM_THREADS": "1", **(one_gpu if torch.cuda.device_count() == 1 else {})}
+    gpus, changes = torch.cuda.device_count(), {}
+    if machine is not None and gpus:
+        changes = {"CUDA_VISIBLE_DEVICES": str(machine % gpus), "NCCL_HOSTID": f"machine-{machine}"}
+    elif gpus == 1:
+        changes = {"CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **changes}
 
 
 class Started(subprocess.Popen):
