@@ -278,13 +278,18 @@ def _add_overrides(overrides: list[str]) -> None:
     sys.argv[position:position] = overrides
 
 
+def as_json(content: Any) -> str:
+    """For people and their tools: a figure of what never happened is nan here and null there, which is JSON."""
+    return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None), indent=1) + "\n"
+
+
 def _finish(out: Path, summary: dict) -> None:
     scalars = ", ".join(f"{name} {value}" for name, value in summary.items() if isinstance(value, (int, float)))
     line = summary.get("line") or scalars
     path = out / "summary.json"
     kept = finished(out, summary.get("fingerprint", ""))
     if kept is None or {**kept, "line": line} != {**summary, "line": line}:  # else an earlier run's, with its own line
-        write_atomically(path, json.dumps(summary, indent=1) + "\n")
+        write_atomically(path, as_json(summary))
     print(f"{summary['stage']}: {line} (summary: {path})", flush=True)
 
 

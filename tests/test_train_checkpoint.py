@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import random
 import signal
@@ -163,9 +164,10 @@ def test_what_was_not_finished_is_no_checkpoint_and_goes_away(tmp_path):
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    """Steps are numbers, not words: 1000000 comes after 999999. Of equal taus the first is the best."""
+    """Steps are numbers, not words: 1000000 comes after 999999. Of equal taus the first is the best, and nan is none."""
     run = new_run(optimizer_config())
-    for step, tau in ((1, 1.5), (2, 2.5), (3, 2.5), (999_999, 2.0), (1_000_000, 1.0)):
+    assert checkpoint.best(tmp_path) == (None, None)
+    for step, tau in ((1, math.nan), (2, 2.5), (3, 2.5), (999_999, 2.0), (1_000_000, 1.0)):
         save(run, tmp_path, step=step)
         checkpoint.record_tau(tmp_path, step, tau)
         checkpoint.prune(tmp_path, keep=2)
@@ -234,7 +236,7 @@ def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(tmp_path):
         for tensors in checkpoint.read_tensors(newest).values():
             assert torch.equal(tensors["weight"], torch.full((300,), float(step)))
         best_step, _ = checkpoint.best(tmp_path)
-        assert best_step < 0 or (tmp_path / f"step-{best_step:06d}" / "state.json").exists()
+        assert best_step is None or (tmp_path / f"step-{best_step:06d}" / "state.json").exists()
         reached = step
     assert reached >= 10, "the kills came too early to test anything"
 

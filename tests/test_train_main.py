@@ -17,6 +17,8 @@ import torch
 from data import vocab
 from data.locks import claim
 from data.shards import ShardReader, ShardWriter
+from launch.compare import of_folder
+from tests.datasets import write_dataset
 from tests.launched import ROOT, environment, launcher, losses, options, run, tensors
 from train import checkpoint
 
@@ -53,6 +55,23 @@ def test_the_exported_drafter_scores_what_training_said(trained, shards, tiny_ll
     assert 1.0 <= few <= most == summary["tau"] and len(summary["tau_by_drafts"]) == 3
     assert summary["greedy_share"] == 1.0, "the conversations are the target's own greedy answers"
     assert sum(group["documents"] for group in summary["by_length"].values()) == 6
+
+
+def test_a_run_that_holds_nothing_out_says_so_first_and_last_and_its_summary_is_json(tiny_llama, tmp_path):
+    shards = write_dataset(tmp_path / "shards", Path(tiny_llama.path), name="tiny_llama", train=6, validation=0)
+    out = tmp_path / "run"
+    said = run([sys.executable, "train/main.py", *options(shards, out, tiny_llama, epochs=1, checkpoint_every_steps=1)])
+    assert "NONE FOR VALIDATION: no tau is measured" in said
+    assert "no validation records, no tau(3) after 2 steps" in said
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    summary = json.loads((out / "summary.json").read_text(), parse_constant=refuse)
+    assert summary["tau"] is None and summary["best_tau"] is None and summary["acc"] == [None] * 3
+    assert of_folder(out).tau is None
+    assert "nothing to do" in run([sys.executable, "train/main.py", *options(shards, out, tiny_llama, epochs=1,
+                                                                             checkpoint_every_steps=1)])  # fmt: skip
 
 
 def test_shards_that_are_not_there_are_an_error_that_says_what_to_do(tiny_llama, tmp_path):

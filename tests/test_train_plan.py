@@ -188,10 +188,14 @@ def test_the_block_at_the_start_says_what_will_happen(tmp_path, tiny_llama):
     target = Target.load(tiny_llama.path, device="cpu", dtype=torch.float32)
     shape = DrafterShape.resolve(config.drafter, target.config, num_boundaries=3)
     reader = ShardReader(shards, split="train")
-    text = briefing(config, shape, reader, device=torch.device("cpu"), num_processes=2)
+    device = torch.device("cpu")
+    text = briefing(config, shape, reader, held_out=2, device=device, num_processes=2)
     lines = {line.split()[0]: line for line in text.splitlines()}
     assert "4 in 2 epochs, 3 conversations each" in lines["steps"]
     assert f"6 conversations, {int(reader.lengths.sum())} tokens" in lines["data"]
+    assert "2 more for validation" in lines["data"]
+    none = briefing(config, shape, reader, held_out=0, device=device, num_processes=1)
+    assert "NONE FOR VALIDATION: no tau is measured" in none
     assert "2 x CPU, DDP" in lines["devices"] and "sent and received a step" in lines["devices"]
     assert "256 of 512 tokens" in lines["drafter"]
     assert "each, at most" in lines["checkpoints"] and "memory" not in lines, "a CPU run has no estimate"

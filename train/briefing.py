@@ -19,9 +19,15 @@ from train.shape import DrafterShape
 
 
 def briefing(
-    config: TrainConfig, shape: DrafterShape, reader: ShardReader, *, device: torch.device, num_processes: int
+    config: TrainConfig,
+    shape: DrafterShape,
+    reader: ShardReader,
+    *,
+    held_out: int,
+    device: torch.device,
+    num_processes: int,
 ) -> str:
-    """Lines for the terminal. reader: of the train split."""
+    """Lines for the terminal. reader: of the train split; held_out: records of the other."""
     engine = Engine(num_processes, int(config.engine.name.removeprefix("zero")) if config.engine.name != "ddp" else 0)
     on_gpu = device.type == "cuda"
     name = device_name(device)
@@ -34,7 +40,8 @@ def briefing(
     lines = {
         "target": f"{config.target.name}, boundaries {list(config.target.boundaries)}",
         "data": f"{len(reader):,} conversations, {_count(tokens)} tokens, {_count(supervised)} supervised; "
-        f"{_size(disk)} of shards ({reader.provenance.codec})",
+        f"{_size(disk)} of shards ({reader.provenance.codec}); "
+        + (f"{held_out:,} more for validation" if held_out or config.follow else "NONE FOR VALIDATION: no tau is measured"),
         "drafter": f"{_count(sum(plan.num_parameters(shape).values()))} parameters, {config.drafter.depths} depths, "
         f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens; {config.attention} attention, {config.precision}",
         "steps": f"{steps:,} in {config.epochs} epochs, {_per_step(config)}, packs of {config.batch.tokens_per_pack:,} tokens",

@@ -203,9 +203,10 @@ def forget_taus(folder: Path, *, beyond: int) -> None:
         write_atomically(folder / "tau.json", json.dumps(kept))
 
 
-def best(folder: Path) -> tuple[int, float]:
-    """Step and tau of the best validation, the first of equal ones; (-1, -1.0) before any."""
-    return max(taus(folder).items(), key=lambda item: (item[1], -item[0]), default=(-1, -1.0))
+def best(folder: Path) -> tuple[int, float] | tuple[None, None]:
+    """Step and tau of the best validation, the first of equal ones; one of no record is none."""
+    measured = [(step, tau) for step, tau in taus(folder).items() if tau == tau]
+    return max(measured, key=lambda item: (item[1], -item[0]), default=(None, None))
 
 
 def prune(folder: Path, *, keep: int) -> None:

@@ -21,7 +21,7 @@ from train.feed import StepFeed
 from train.follow import Planner
 from train.interval import Interval
 from train.model import Drafter
-from train.progress import Meter, Progress, device_name
+from train.progress import Meter, Progress, device_name, validated
 from train.running import Agreement, Termination, Watch
 from train.target import Target
 from train.tracking import Tracker, costs
@@ -247,7 +247,7 @@ class Trainer:
             )
             checkpoint.record_tau(self.folder, self.state.step, figures["tau"])  # last: what it has is not logged again
         bar.figures({"tau": figures["tau"]})
-        self.accelerator.print(f"\nepoch {self.state.epoch + 1}: validation tau({self.depths}) {figures['tau']:.3f}")
+        self.accelerator.print(f"\nepoch {self.state.epoch + 1}: {validated(figures, depths=self.depths)}")
         return figures
 
     def _save(self) -> None:

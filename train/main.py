@@ -26,7 +26,7 @@ from train.engine import accelerator_of
 from train.export import check_replaceable, export, layer_ids
 from train.follow import wait_for_shards
 from train.loop import Trainer
-from train.progress import device_name
+from train.progress import device_name, validated
 from train.running import only_run
 from train.shape import DrafterShape
 from train.start import first_drafter
@@ -58,7 +58,14 @@ def main(config: TrainConfig) -> dict:
     )  # the export comes last: what it cannot be told is said now, and where it cannot be
     check_replaceable(out / "export")
     accelerator.print(
-        briefing(config, shape, train_reader, device=accelerator.device, num_processes=accelerator.num_processes)
+        briefing(
+            config,
+            shape,
+            train_reader,
+            held_out=len(validation_reader),
+            device=accelerator.device,
+            num_processes=accelerator.num_processes,
+        )
     )
     if config.plan:
         accelerator.end_training()
@@ -75,7 +82,7 @@ def main(config: TrainConfig) -> dict:
             train_reader=train_reader,
             validation_reader=validation_reader,
         )
-    line = f"validation tau({config.drafter.depths}) {summary['tau']:.3f} after {summary['steps']} steps"
+    line = f"{validated(summary, depths=config.drafter.depths)} after {summary['steps']} steps"
     line += f", {round(summary['train_seconds'])} s; drafter in {out / 'export'}"
     return {"fingerprint": inputs, **summary, "line": line}
 

@@ -60,6 +60,13 @@ class Progress(tqdm):
         self.set_postfix_str(described(self.known), refresh=False)
 
 
+def validated(figures: dict, *, depths: int) -> str:
+    """ "validation tau(7) 2.671", of what train/evaluate.py measured."""
+    if not figures["documents"]:
+        return f"no validation records, no tau({depths})"
+    return f"validation tau({depths}) {figures['tau']:.3f}"
+
+
 def described(figures: dict[str, float]) -> str:
     """ "epoch 1.11 | loss 3.214 | ...", of those figures that are there."""
     speed = figures.get("tokens_per_second")
