@@ -72,26 +72,12 @@ class Extraction:
 
         Raises ValueError if the disk cannot hold it, the wiring is wrong, or the server ends.
         """
-        config, out = self.config, Path(self.config.out)
-        wanted, part = PromptSet.load(prompts), config.part
-        check_tokenizer(prompts, self.target)
-        if part is not None:
-            wanted = wanted.part(*parse_part(part))
+        config, out, wanted = self.config, Path(self.config.out), self._wanted(prompts)
         files = [prompts / f"prompts.{end}" for end in ("jsonl", "safetensors")]
-        summary = {
-            "fingerprint": fingerprint(asdict(self.provenance), part, *files),
-            "target": config.target.name,
-            "records": len(wanted),
-            "tokens": len(wanted.tokens),
-            "boundaries": config.target.boundaries,
-            "engine_ids": self.capturing.layer_ids,
-            "engine": f"{config.engine.name} {self.version}",
-        }
-        if len(wanted) == 0:
-            raise ValueError(f"part={part} of the {len(PromptSet.load(prompts))} prompts in {prompts} is empty: use fewer parts")
+        inputs = fingerprint(asdict(self.provenance), config.part, *files)
         uploader = Uploader(out, config.upload, keep_local=config.keep_local) if config.upload else None
         changed = shards_of_changed(out, wanted)
-        if not changed and (done := finished(out, summary["fingerprint"])) and finished_ids(out) >= set(wanted.ids):
+        if not changed and (done := finished(out, inputs)) and finished_ids(out) >= set(wanted.ids):
             if uploader:
                 uploader.close()
             return {**done, "line": f"nothing to do, {out} holds all {len(wanted)} records"}
@@ -99,19 +85,61 @@ class Extraction:
         if config.plan:  # changes nothing: a run may be at work there
             if (out / FILE).exists():
                 check_same(Manifest.load(out).provenance, self.provenance, where=str(out))
-            plan = self._plan(wanted, without=changed)
-            print(plan.line, flush=True)
+            plan = self._said_plan(wanted, without=changed)
             return {**asdict(replace(plan, out=str(out))), "line": plan.line}
-        # Refuses a folder that holds other data, or that another process writes to, before a server is started for it.
-        ShardWriter(out, provenance=self.provenance, split="train", shard_bytes=config.shard_bytes, part=part).close()
-        shutil.copy(prompts / "vocabulary.safetensors", out / "vocabulary.safetensors")
-        if changed:
-            print(f"prompts have changed: {', '.join(sorted(changed))} are taken out and captured again", file=sys.stderr)
-            remove_shards(out, changed)
-        plan = self._plan(wanted, without=changed)
-        print(plan.line, flush=True)
-        plan.require_room()
+        self._prepare(prompts, without=changed)
+        self._said_plan(wanted).require_room()
+        captured = self._capture(wanted, start=start, uploader=uploader)
+        return {
+            "fingerprint": inputs,
+            "target": config.target.name,
+            "records": len(wanted),
+            "tokens": len(wanted.tokens),
+            "boundaries": config.target.boundaries,
+            "engine_ids": self.capturing.layer_ids,
+            "engine": f"{config.engine.name} {self.version}",
+            **captured,
+            **self._agreement(out),
+            "line": f"{len(wanted)} records, {len(wanted.tokens)} tokens at boundaries {config.target.boundaries} in {out}",
+        }
 
+    def _wanted(self, prompts: Path) -> PromptSet:
+        """Those of this part. Raises ValueError if another tokenizer made them, or there are none."""
+        everything, part = PromptSet.load(prompts), self.config.part
+        check_tokenizer(prompts, self.target)
+        wanted = everything if part is None else everything.part(*parse_part(part))
+        if len(wanted) == 0:
+            raise ValueError(f"part={part} of the {len(everything)} prompts in {prompts} is empty: use fewer parts")
+        return wanted
+
+    def _prepare(self, prompts: Path, *, without: set[str]) -> None:
+        """The dataset's folder, ready to be written. Raises ValueError if it holds other data, or another process writes to it."""
+        config, out = self.config, Path(self.config.out)
+        ShardWriter(
+            out, provenance=self.provenance, split="train", shard_bytes=config.shard_bytes, part=config.part
+        ).close()
+        shutil.copy(prompts / "vocabulary.safetensors", out / "vocabulary.safetensors")
+        if without:
+            print(f"prompts have changed: {', '.join(sorted(without))} are taken out and captured again", file=sys.stderr)
+            remove_shards(out, without)
+
+    def _said_plan(self, wanted: PromptSet, *, without: set[str] = frozenset()) -> Plan:
+        """What is to be done, shown. without: names of shards that will be taken out"""
+        out, done = Path(self.config.out), finished_ids(Path(self.config.out))
+        if without:
+            done -= {entry.id for split in ("train", "validation") for shard in ShardReader(out, split=split).shards
+                     if shard.info.name in without for entry in shard.entries}  # fmt: skip
+        missing = [prompt for prompt in wanted if prompt.id not in done]
+        plan = Plan.of(
+            missing, self.provenance, out=out, done=len(wanted) - len(missing), shard_bytes=self.config.shard_bytes,
+            keep_local=self.config.keep_local or not self.config.upload,
+        )  # fmt: skip
+        print(plan.line, flush=True)
+        return plan
+
+    def _capture(self, wanted: PromptSet, *, start: Callable[[], Server], uploader: Uploader | None) -> dict[str, Any]:
+        """Has the server's wiring proved, and what is missing written; the figures of both."""
+        config = self.config
         server = start()  # its processes load beside the reference
         reference = load_reference(self.target, config.probe, trust_remote_code=config.target.trust_remote_code)
         report = probe_server(server, boundaries=config.target.boundaries, reference=reference, config=config.probe)
@@ -120,35 +148,21 @@ class Extraction:
             extracted = extract(
                 wanted,
                 server=server,
-                out=out,
+                out=Path(config.out),
                 provenance=self.provenance,
                 shard_bytes=config.shard_bytes,
                 in_flight_bytes=config.in_flight_bytes,
                 retries=config.retries,
-                part=part,
+                part=config.part,
                 head=self._head(),
                 uploader=uploader,
             )
             server.stop()  # its cores are wanted, also while the last shard is sent
         return {
-            **summary,
             "probe_passed": report.passed,
             "records_now": extracted.records,
             "records_earlier": extracted.earlier,
-            **self._agreement(out),
-            "line": f"{len(wanted)} records, {len(wanted.tokens)} tokens at boundaries {config.target.boundaries} in {out}",
         }
-
-    def _plan(self, wanted: PromptSet, *, without: set[str]) -> Plan:
-        out, done = Path(self.config.out), finished_ids(Path(self.config.out))
-        if without and self.config.plan:  # they are there still
-            done -= {entry.id for split in ("train", "validation") for shard in ShardReader(out, split=split).shards
-                     if shard.info.name in without for entry in shard.entries}  # fmt: skip
-        missing = [prompt for prompt in wanted if prompt.id not in done]
-        return Plan.of(
-            missing, self.provenance, out=out, done=len(wanted) - len(missing), shard_bytes=self.config.shard_bytes,
-            keep_local=self.config.keep_local or not self.config.upload,
-        )  # fmt: skip
 
     def _head(self) -> TeacherHead | None:
         """The target's head, where the codec stores the tokens that it finds most likely."""
