@@ -134,12 +134,19 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
         config_class = next(iter(typing.get_type_hints(function).values()))
         rank = int(os.environ.get("RANK", "0"))
         config_folder = ROOT / "conf"
+        outs: set[str] = set()  # of the jobs that Hydra has run in this process: more than one with -m
 
         # not functools.wraps: Hydra would unwrap it and look for the YAML beside the stage's file
         def job(cfg: DictConfig) -> None:
             started = time.monotonic()
             try:
                 config = typed(config_class, cfg)
+                if config.out in outs:
+                    raise ValueError(
+                        f"out={config.out} is an earlier job's of this sweep: give each its own, such as "
+                        f"'out={config.out}/${{NAME}}' with the NAME of the option that differs"
+                    )
+                outs.add(config.out)
                 summary = {"stage": config_name, **function(config)}
                 summary.setdefault("seconds", round(time.monotonic() - started, 2))
                 if rank == 0:

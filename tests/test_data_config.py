@@ -24,6 +24,7 @@ from data.config import (
     typed,
     write_atomically,
 )
+from train.config import EvaluateConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -183,6 +184,25 @@ def test_a_command_line_that_does_not_compose_is_one_line(argument: str, message
         run_stage(main, monkeypatch, tmp_path, argument)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and message in line
+
+
+def test_jobs_of_a_sweep_that_would_write_to_one_folder_are_refused(monkeypatch, tmp_path, capsys):
+    def main(config: EvaluateConfig) -> dict:
+        return {"line": f"{config.depths} depths"}
+
+    told = ["drafter=given", "shards=given", f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=."]
+
+    def sweep(out: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["main.py", "-m", *told, "depths=2,3", f"out={out}"])
+        stage("evaluate")(main)()
+
+    with pytest.raises(SystemExit):
+        sweep(f"{tmp_path}/one")
+    said = capsys.readouterr().err
+    assert f"out={tmp_path}/one is an earlier job's of this sweep: give each its own, such as 'out={tmp_path}/one/${{NAME}}'" in said
+    assert json.loads((tmp_path / "one" / "summary.json").read_text())["line"] == "2 depths"
+    sweep(f"{tmp_path}/two/${{depths}}")
+    assert json.loads((tmp_path / "two" / "3" / "summary.json").read_text())["line"] == "3 depths"
 
 
 def test_only_rank_0_speaks(monkeypatch, tmp_path, capsys):

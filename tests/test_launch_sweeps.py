@@ -113,6 +113,16 @@ def test_jobs_on_a_dataset_that_grows_stay_the_jobs_that_they_were(quick, tmp_pa
         assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
 
 
+def test_a_sweep_of_another_stage_has_a_folder_for_each_job_and_sees_other_data(tiny_llama, tmp_path):
+    file, out = tmp_path / "conversations.jsonl", tmp_path / "prompts"
+    for text, earlier in (("the hawk flies", 0), ("the hawk flies", 2), ("a hawk sleeps", 0)):
+        file.write_text(json.dumps({"text": text}) + "\n")
+        told = ("target=tiny_llama", f"target.path={tiny_llama.path}", f"conversations={file}", "max_tokens=20,30")
+        done = sweep("data/main.py", *told, "validation_fraction=0", "hydra.launcher.jobs=2", out=out)
+        assert done.returncode == 0 and f"2 jobs, {earlier} finished before" in done.stdout, done.stdout + done.stderr
+        assert sorted(path.parent.name for path in out.glob("*/prompts.jsonl")) == ["max_tokens-20", "max_tokens-30"]
+
+
 def test_a_sweep_that_would_minimize_tau_is_refused(quick, tmp_path):
     pytest.importorskip("optuna")
     done = sweep(quick, *QUICK_OPTIONS, "hydra/sweeper=optuna", "optim.lr=interval(0.001,0.1)", out=tmp_path)

@@ -174,9 +174,7 @@ class AccelerateLauncher(Launcher):
                 content.pop("tracker", None)
             except ValueError as error:
                 raise HydraException(f"{label_of(told, keys)}: {error}") from error
-            shards = None if content.get("follow") else content.get("shards")  # what grows is another file each time
-            read = [Path(shards or "") / "manifest.json", Path(content.get("prompts") or "") / "summary.json"]
-            inputs = fingerprint(content, *(file for file in read if file.is_file()))
+            inputs = fingerprint(content, *_files_of(content))
             described.append((told, label_of(told, keys), inputs))
         return described
 
@@ -219,6 +217,13 @@ class AccelerateLauncher(Launcher):
         elif 1 < self.jobs and self.jobs * each <= len(gpus):
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot * each : (slot + 1) * each])
         return environment
+
+
+def _files_of(config: dict[str, Any]) -> list[Path]:
+    """What changes with the data that a job reads. Shards that still grow are others each time, and do not count."""
+    names = {"shards": "manifest.json", "prompts": "summary.json", "conversations": ""}
+    read = [Path(config[key]) / name for key, name in names.items() if config.get(key)]
+    return [file for file in read if file.is_file() and not (config.get("follow") and file.name == "manifest.json")]
 
 
 def _gpus() -> list[str]:
