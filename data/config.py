@@ -134,7 +134,7 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
         config_class = next(iter(typing.get_type_hints(function).values()))
         rank = int(os.environ.get("RANK", "0"))
         config_folder = ROOT / "conf"
-        outs: set[str] = set()  # of the jobs that Hydra has run in this process: more than one with -m
+        outs: set[str] = set()  # of the jobs that Hydra has run in this process: with -m more than one
 
         # not functools.wraps: Hydra would unwrap it and look for the YAML beside the stage's file
         def job(cfg: DictConfig) -> None:
@@ -158,6 +158,7 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
 
         @functools.wraps(function)
         def main() -> None:
+            outs.clear()
             overrides = [f"hydra.job.name={config_name}"]
             if rank > 0:
                 overrides += ["hydra.output_subdir=null", "hydra/job_logging=stdout", "hydra/hydra_logging=none"]
