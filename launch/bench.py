@@ -86,15 +86,17 @@ def verdict(summary: dict) -> str:
     """Does it pay here? Accuracy cannot say: what a step costs decides as much as what it yields."""
     if not summary["steps"]:
         return "nothing was drafted: every answer ended with its first token"
+    number = summary["num_drafts"]
     cost = (
-        f"a step with {summary['num_drafts']} drafts takes as long as {summary['break_even_tau']:.2f} without, "
+        f"a step with {number} draft{'s' * (number > 1)} takes as long as {summary['break_even_tau']:.2f} without, "
         f"and yields {summary['tau']:.2f} tokens"
     )
     if summary["speedup"] >= 1:
         return f"{summary['speedup']:.2f} x as fast with drafts: {cost}"
+    fewer = "fewer drafts (num_drafts=; train/evaluate.py says what tau they keep) and " if number > 1 else ""
     return (
-        f"SLOWER WITH DRAFTS, {summary['speedup']:.2f} x: {cost}. Do not serve it like this; compare fewer drafts "
-        f"(num_drafts=; train/evaluate.py says what tau they keep) and other loads (concurrency=)"
+        f"SLOWER WITH DRAFTS, {summary['speedup']:.2f} x: {cost}. Do not serve it like this; compare {fewer}other loads "
+        f"(concurrency=)"
     )
 
 

@@ -75,6 +75,8 @@ def test_a_drafter_that_slows_serving_down_is_told_to_be_taken_away():
     summary = {"tau": 2.5, "steps": 40, "num_drafts": 3, **speeds(drafted, plain, tau=2.5)}
     assert (summary["speedup"], summary["break_even_tau"]) == (0.5, 5.0)
     assert verdict(summary).startswith("SLOWER WITH DRAFTS, 0.50 x: a step with 3 drafts takes as long as 5.00 without")
+    assert "compare fewer drafts" in verdict(summary)
+    assert verdict(summary | {"num_drafts": 1}).endswith("yields 2.50 tokens. Do not serve it like this; compare other loads (concurrency=)")
     faster = {"tau": 2.5, "steps": 40, "num_drafts": 3, **speeds(plain, drafted, tau=2.5)}
     assert verdict(faster).startswith("2.00 x as fast with drafts: a step with 3 drafts takes as long as 1.25 without")
 
