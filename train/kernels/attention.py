@@ -33,12 +33,13 @@ SCORES_FOR_FA4 = 5e9
 
 
 @triton.jit
-def _merge_forward(
-    query, out, lse, keys, values, merged, merged_lse, num_rows, scale,
+def _places(
+    num_rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
-    DEPTHS: tl.constexpr, ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """query, out, merged [R, heads, D]; lse, merged_lse [heads, R] float32; keys, values: DEPTHS of [R, KV_HEADS, D]."""
+    """What a program works on, each as offsets and which of them exist: [ROWS, GROUP, D] of a query, [ROWS, D] of a key,
+    [ROWS, GROUP] of a log-sum-exp."""
     kv_head = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     member = tl.arange(0, GROUP_PADDED)
@@ -50,6 +51,17 @@ def _merge_forward(
     at = (row[:, None, None] * (KV_HEADS * GROUP) + head[None, :, None]) * D + column[None, None, :]
     at_key = (row[:, None] * KV_HEADS + kv_head) * D + column[None, :]
     at_lse = head[None, :] * num_rows + row[:, None]
+    return at, mask, at_key, key_mask, at_lse, row_mask
+
+
+@triton.jit
+def _merge_forward(
+    query, out, lse, keys, values, merged, merged_lse, num_rows, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
+    DEPTHS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """query, out, merged [R, heads, D]; lse, merged_lse [heads, R] float32; keys, values: DEPTHS of [R, KV_HEADS, D]."""
+    at, mask, at_key, key_mask, at_lse, row_mask = _places(num_rows, KV_HEADS, GROUP, GROUP_PADDED, D, D_PADDED, ROWS)
     q = tl.load(query + at, mask=mask, other=0.0).to(tl.float32) * scale  # [ROWS, GROUP, D]
     acc = tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
     log_sum = tl.load(lse + at_lse, mask=row_mask, other=0.0)  # [ROWS, GROUP]
@@ -73,20 +85,11 @@ def _merge_backward(
     DEPTHS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """grad_query holds depth 0's part and is added to in place, once: a sum over depths is not rounded on its way."""
-    kv_head = tl.program_id(1)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    member = tl.arange(0, GROUP_PADDED)
-    column = tl.arange(0, D_PADDED)
-    head = kv_head * GROUP + member
-    key_mask = (row < num_rows)[:, None] & (column < D)[None, :]
-    row_mask = (row < num_rows)[:, None] & (member < GROUP)[None, :]
-    mask = row_mask[:, :, None] & (column < D)[None, None, :]
-    at = (row[:, None, None] * (KV_HEADS * GROUP) + head[None, :, None]) * D + column[None, None, :]
-    at_key = (row[:, None] * KV_HEADS + kv_head) * D + column[None, :]
+    at, mask, at_key, key_mask, at_lse, row_mask = _places(num_rows, KV_HEADS, GROUP, GROUP_PADDED, D, D_PADDED, ROWS)
     q = tl.load(query + at, mask=mask, other=0.0).to(tl.float32)  # [ROWS, GROUP, D]
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
     delta = tl.sum(g * tl.load(merged + at, mask=mask, other=0.0).to(tl.float32), 2)  # [ROWS, GROUP]
-    log_sum = tl.load(merged_lse + head[None, :] * num_rows + row[:, None], mask=row_mask, other=0.0)
+    log_sum = tl.load(merged_lse + at_lse, mask=row_mask, other=0.0)
     dq = tl.load(grad_query + at, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(DEPTHS):
         k = tl.load(keys[i] + at_key, mask=key_mask, other=0.0).to(tl.float32)
