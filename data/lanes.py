@@ -40,7 +40,8 @@ class OpenShard:
         self.path = out / f".{name}.tmp"
         self._file: GrowingFile | None = None
         self._entries: list[Entry] = []
-        self.broken: BaseException | None = None  # half a record may be in it
+        self.closed = False  # it takes no more records
+        self.broken: BaseException | None = None  # why it will not be finished: half a record may be in it
 
     def plan(self, record: Record) -> Planned:
         """Counts a record before it is encoded."""
@@ -135,6 +136,8 @@ class Lanes:
 
     def _add(self, shard: OpenShard, planned: list[Planned]) -> None:
         refused: ValueError | None = None
+        if shard.broken is not None:
+            raise shard.broken
         try:
             for one in planned:
                 try:
@@ -143,12 +146,14 @@ class Lanes:
                     refused = refused or error
         except BaseException as error:  # a full disk, an interrupted `write`
             shard.broken = error  # no shard after it is finished either: `_finish` waits for the one before
+            shard.discard()  # those before it may need the room
             raise
         if refused is not None:
             raise refused
 
     def close(self, shard: OpenShard) -> Future:
         """The shard takes no more records; done when it and all before it are finished."""
+        shard.closed = True
         self._last = self._shards[shard].submit(self._finish, shard, self._last)
         return self._last
 
@@ -167,9 +172,12 @@ class Lanes:
         self._last.result()
 
     def end(self) -> None:
-        """What is not finished is removed."""
+        """What was closed is finished, unless one before it cannot be; the rest is removed."""
+        for shard in list(self._shards):
+            if not shard.closed and shard.broken is None:
+                shard.broken = RuntimeError(f"{shard.name} is abandoned")
         for thread in self._threads:
-            thread.shutdown(cancel_futures=True)
+            thread.shutdown()
         for shard in self._shards:
             shard.discard()
         self._shards.clear()

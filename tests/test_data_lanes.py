@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tarfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data import lanes
 from data.lanes import OpenShard, member, padding
 from data.manifest import finished_ids
 from data.shards import ShardReader, ShardWriter
@@ -57,6 +59,34 @@ def test_a_shard_that_cannot_be_written_takes_the_later_ones_with_it(tmp_path, m
         for i in range(len(kept), 24):
             writer.submit([record_of(f"r{i}", num_tokens=3 + i % 7)])
     assert finished_ids(tmp_path) == {f"r{i}" for i in range(24)}
+
+
+def test_shards_that_had_all_their_records_when_another_failed_are_finished(tmp_path, monkeypatch):
+    """A run has gigabytes in them. The first is held up until the fourth has failed, and removed what it had written."""
+    failed, add, index = threading.Event(), OpenShard.add, lanes.write_index
+    nothing_left: list[bool] = []
+
+    def full(self, planned):
+        add(self, planned)
+        if self.name.endswith("000003.tar"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def late(out, name, entries):
+        assert failed.wait(30)
+        nothing_left.append(not (tmp_path / ".train-000003.tar.tmp").exists())
+        return index(out, name, entries)
+
+    monkeypatch.setattr(OpenShard, "add", full)
+    monkeypatch.setattr(lanes, "write_index", late)
+    with pytest.raises(ValueError, match="No space left on device.*3 finished records are kept"):
+        with ShardWriter(tmp_path, provenance=PROVENANCE, split="train", shard_bytes=1, lanes=4) as writer:
+            *_, broken = [writer.submit([record_of(f"r{i}")])[0] for i in range(4)]
+            with pytest.raises(OSError) as full_disk:
+                broken.result(30)
+            threading.Timer(0.2, failed.set).start()
+            writer.fail(full_disk.value)
+    assert finished_ids(tmp_path) == {"r0", "r1", "r2"} and all(nothing_left)
+    assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_write_and_submit_keep_the_records_order(tmp_path):
