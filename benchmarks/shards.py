@@ -2,7 +2,8 @@
 
     python benchmarks/shards.py [--folder /dev/shm] [--gigabytes 1.5] [--repeats 5] [--json FILE]
 
-    write   records in memory -> finished shards; Eyas' with index, manifest and sha256, those of ShardWriter without
+    write   records in memory -> finished shards; Eyas' with index, manifest and sha256, several at a time as in extraction,
+            those of WebDataset's ShardWriter without
     read    shards -> every record's tensors in the process's own memory; WebDataset's through safetensors
     batch   shards -> training packs of 8192 tokens, back to back
 
@@ -39,10 +40,12 @@ from data.packing import collate, pack
 from data.schema import Provenance, Record
 from data.shards import ShardReader, ShardWriter
 from data.stream import PackDataset
+from extract.sink import LANES
 
 SHARD_BYTES = 500_000_000
 TOKENS_PER_PACK = 8192
 CALM = 0.1  # processors that others may take in the mean of a turn
+TOGETHER = 8  # records that come at once, of the prompts that are asked for together
 DISTINCT = 6  # records in memory; written again and again under new ids
 
 
@@ -97,9 +100,10 @@ def numbered(records: list[Record], num_bytes: int, bytes_per_token: int) -> lis
 
 
 def write_eyas(folder: Path, records: list[Record], provenance: Provenance) -> None:
-    with ShardWriter(folder, provenance=provenance, split="train", shard_bytes=SHARD_BYTES) as writer:
-        for record in records:
-            writer.write(record)
+    """As extraction does it: records come a few together, and several shards are written at a time."""
+    with ShardWriter(folder, provenance=provenance, split="train", shard_bytes=SHARD_BYTES, lanes=LANES) as writer:
+        for first in range(0, len(records), TOGETHER):
+            writer.submit(records[first : first + TOGETHER])
 
 
 def write_webdataset(folder: Path, records: list[Record]) -> None:
