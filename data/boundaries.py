@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Sequence
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # what SGLang and vLLM call them in a drafter's config.json
 # Architectures whose SGLang class takes DeepSeek-V2's `set_eagle3_layers_to_capture`, or an equal copy.
 DEEPSEEK_FAMILY = frozenset(
     {
@@ -50,7 +51,7 @@ def check_boundaries(boundaries: Sequence[int], num_layers: int) -> None:
 def engine_layer_ids(
     boundaries: Sequence[int], *, architecture: str, engine: str, engine_version: str, num_layers: int | None = None
 ) -> list[int]:
-    """What an engine must be told (config key `eagle_aux_hidden_state_layer_ids`) to capture `boundaries`.
+    """What an engine must be told (config key LAYER_IDS) to capture `boundaries`.
 
     architecture    the target's, as in its config.json
     engine          sglang | vllm

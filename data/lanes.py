@@ -40,7 +40,6 @@ class OpenShard:
         self.path = out / f".{name}.tmp"
         self._file: GrowingFile | None = None
         self._entries: list[Entry] = []
-        self.closed = False  # it takes no more records
         self.broken: BaseException | None = None  # why it will not be finished: half a record may be in it
 
     def plan(self, record: Record) -> Planned:
@@ -153,7 +152,6 @@ class Lanes:
 
     def close(self, shard: OpenShard) -> Future:
         """The shard takes no more records; done when it and all before it are finished."""
-        shard.closed = True
         self._last = self._shards[shard].submit(self._finish, shard, self._last)
         return self._last
 
@@ -171,11 +169,13 @@ class Lanes:
         """Until all closed shards are finished. Raises what the first that could not raised."""
         self._last.result()
 
-    def end(self) -> None:
-        """What was closed is finished, unless one before it cannot be; the rest is removed."""
-        for shard in list(self._shards):
-            if not shard.closed and shard.broken is None:
-                shard.broken = RuntimeError(f"{shard.name} is abandoned")
+    def end(self, unfinished: OpenShard | None) -> None:
+        """What was closed is finished, unless one before it cannot be; the rest is removed.
+
+        unfinished  the one that was not closed: nothing more need be written to it
+        """
+        if unfinished is not None and unfinished.broken is None:
+            unfinished.broken = RuntimeError(f"{unfinished.name} is abandoned")
         for thread in self._threads:
             thread.shutdown()
         for shard in self._shards:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from data.boundaries import text_config
-from data.config import DataConfig, TargetConfig, finished, fingerprint, typed, write_atomically
+from data.config import DataConfig, TargetConfig, as_json, finished, fingerprint, typed, write_atomically
 from data.conversations import count_rows, read_rows
 from data.embedded import ensure_target
 from data.fingerprints import chat_template_hash, tokenizer_hash
@@ -97,6 +96,6 @@ def prepare_answers(target: TargetConfig, conversations: Path, out: Path) -> dic
     }))  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     summary = {"stage": "data", **prepare(config)}
-    write_atomically(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_atomically(out / "summary.json", as_json(summary))
     print(f"data: {summary['line']}", flush=True)
     return summary

@@ -155,9 +155,9 @@ class ShardWriter:
             self.abandon()
 
     def abandon(self) -> None:
-        """Removes the unfinished shards; finished ones stay."""
+        """Removes the unfinished shard; those that have all their records are finished, if they can be, and stay."""
         if self._lanes is not None:
-            self._lanes.end()
+            self._lanes.end(self._shard)
             self._lanes = None
         self._lock.close()
 

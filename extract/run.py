@@ -41,6 +41,11 @@ class Extraction:
     capturing: Capturing
     provenance: Provenance
 
+    @property
+    def out(self) -> Path:
+        """Of the dataset."""
+        return Path(self.config.out)
+
     @classmethod
     def of(cls, config: ExtractConfig, target: Path) -> Extraction:
         """Raises ValueError if there is no engine that Eyas knows, or it cannot be asked for these boundaries."""
@@ -72,7 +77,7 @@ class Extraction:
 
         Raises ValueError if the disk cannot hold it, the wiring is wrong, or the server ends.
         """
-        config, out, wanted = self.config, Path(self.config.out), self._wanted(prompts)
+        config, out, wanted = self.config, self.out, self._wanted(prompts)
         files = [prompts / f"prompts.{end}" for end in ("jsonl", "safetensors")]
         inputs = fingerprint(asdict(self.provenance), config.part, *files)
         uploader = Uploader(out, config.upload, keep_local=config.keep_local) if config.upload else None
@@ -99,7 +104,7 @@ class Extraction:
             "engine_ids": self.capturing.layer_ids,
             "engine": f"{config.engine.name} {self.version}",
             **captured,
-            **self._agreement(out),
+            **self._agreement(),
             "line": f"{len(wanted)} records, {len(wanted.tokens)} tokens at boundaries {config.target.boundaries} in {out}",
         }
 
@@ -114,7 +119,7 @@ class Extraction:
 
     def _prepare(self, prompts: Path, *, without: set[str]) -> None:
         """The dataset's folder, ready to be written. Raises ValueError if it holds other data, or another process writes to it."""
-        config, out = self.config, Path(self.config.out)
+        config, out = self.config, self.out
         ShardWriter(
             out, provenance=self.provenance, split="train", shard_bytes=config.shard_bytes, part=config.part
         ).close()
@@ -125,7 +130,7 @@ class Extraction:
 
     def _said_plan(self, wanted: PromptSet, *, without: set[str] = frozenset()) -> Plan:
         """What is to be done, shown. without: names of shards that will be taken out"""
-        out, done = Path(self.config.out), finished_ids(Path(self.config.out))
+        out, done = self.out, finished_ids(self.out)
         if without:
             done -= {entry.id for split in ("train", "validation") for shard in ShardReader(out, split=split).shards
                      if shard.info.name in without for entry in shard.entries}  # fmt: skip
@@ -148,7 +153,7 @@ class Extraction:
             extracted = extract(
                 wanted,
                 server=server,
-                out=Path(config.out),
+                out=self.out,
                 provenance=self.provenance,
                 shard_bytes=config.shard_bytes,
                 in_flight_bytes=config.in_flight_bytes,
@@ -179,11 +184,11 @@ class Extraction:
                 f"set head_device=cpu, which is slow for a large vocabulary"
             ) from error
 
-    def _agreement(self, out: Path) -> dict[str, float]:
+    def _agreement(self) -> dict[str, float]:
         """Of the supervised tokens with the target's own choice; warns if the answers are not its own."""
         if not self.config.keep_local:
             return {}  # the shards are elsewhere
-        found = measure(out, head_weight(self.target))
+        found = measure(self.out, head_weight(self.target))
         if found is None:
             return {}
         if found.warning:
@@ -196,7 +201,7 @@ def shards_of_changed(out: Path, wanted: PromptSet) -> set[str]:
 
     Lengths are compared from the indexes, contents where the shard is on this disk.
     """
-    if not (out / "manifest.json").exists():
+    if not (out / FILE).exists():
         return set()
     number, changed = {id: i for i, id in enumerate(wanted.ids)}, set()
     splits = {shard.split for shard in Manifest.load(out).shards}

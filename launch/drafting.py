@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from data.boundaries import architecture_of, engine_layer_ids, text_config
+from data.boundaries import LAYER_IDS, architecture_of, engine_layer_ids, text_config
 from data.config import TargetConfig
 from extract.command import Drafting
 from train.export import check_export
@@ -34,7 +34,7 @@ def checked_drafting(
                 f"{drafter} has {key} {config[key]}, the target in {target_path} has {sizes[key]}: another model stands "
                 f"there under the name {target.name}"
             )
-    found = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    found = config["eagle_config"][LAYER_IDS]
     expected = engine_layer_ids(
         trained["boundaries"],
         architecture=architecture_of(target_path),

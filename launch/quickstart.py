@@ -25,7 +25,8 @@ from dataclasses import asdict
 import psutil
 from omegaconf import OmegaConf
 
-from data.config import ROOT, TargetConfig, quoted, stage, told_to_end, write_atomically
+from data.boundaries import LAYER_IDS
+from data.config import ROOT, TargetConfig, as_json, quoted, stage, told_to_end, write_atomically
 from data.manifest import Manifest
 from launch.config import QuickstartConfig
 from launch.figure import draw, read_metrics
@@ -168,7 +169,7 @@ def report(config: QuickstartConfig, folders: dict[str, Path], seconds: dict[str
         "tokens_per_second_with_drafts": bench["tokens_per_second"],
         "tokens_per_second_without": bench["tokens_per_second_without"],
         "boundaries": exported["eyas"]["boundaries"],
-        "engine_ids": exported["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
+        "engine_ids": exported["eagle_config"][LAYER_IDS],
         "seconds_by_stage": seconds,
         "seconds": round(sum(seconds.values()), 1),
     }
@@ -189,7 +190,7 @@ def report(config: QuickstartConfig, folders: dict[str, Path], seconds: dict[str
     )
     print_table(summary, picture)
     if not all(promises.values()):
-        write_atomically(Path(config.out) / "summary.json", json.dumps(summary, indent=1) + "\n")
+        write_atomically(Path(config.out) / "summary.json", as_json(summary))
         broken = "; ".join(name for name, kept in promises.items() if not kept)
         raise ValueError(f"the run went through, but not as promised: {broken} (all figures: {config.out}/summary.json)")
     print_next(config, folders)

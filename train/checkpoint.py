@@ -204,7 +204,7 @@ def forget_taus(folder: Path, *, beyond: int) -> None:
 
 
 def best(folder: Path) -> tuple[int, float] | tuple[None, None]:
-    """Step and tau of the best validation, the first of equal ones; one of no record is none."""
+    """Step and tau of the best validation, the first of equal ones; None of both before any. nan is none: it had no record."""
     measured = [(step, tau) for step, tau in taus(folder).items() if tau == tau]
     return max(measured, key=lambda item: (item[1], -item[0]), default=(None, None))
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.boundaries import architecture_of, engine_layer_ids, text_config
+from data.boundaries import LAYER_IDS, architecture_of, engine_layer_ids, text_config
 from data.config import stage
 from data.embedded import ensure_target
 from train.checkpoint import check_fit, read_served, read_state
@@ -30,7 +30,6 @@ from train.model import Drafter
 from train.shape import DrafterShape
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 WRITTEN = {"config.json", "model.safetensors", "summary.json"}  # in an exported folder
 
 
@@ -245,7 +244,7 @@ def main(config: ExportConfig) -> dict:
         engine=config.engine,
         engine_version=config.engine_version,
     )
-    ids = written["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    ids = written["eagle_config"][LAYER_IDS]
     return {
         "step": state.step,
         "boundaries": state.boundaries,

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data.boundaries import architecture_of, engine_layer_ids, text_config
+from data.boundaries import LAYER_IDS, architecture_of, engine_layer_ids, text_config
 from data.storage import local_folder
 from data.vocab import Vocabulary, draft_vocabulary
 from train.checkpoint import load_weights
@@ -129,7 +129,7 @@ def _check_boundaries(config: dict, boundaries: list[int], *, target_path: Path,
             f"init_from={where}: its boundaries are {captured} there, {list(boundaries)} here: set "
             f"target.boundaries={str(list(captured)).replace(' ', '')}, with shards to match"
         )
-    ids = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = config.get("eagle_config", {}).get(LAYER_IDS)
     if captured is not None or ids is None:
         return
     architecture, num_layers = architecture_of(target_path), text_config(target_path)["num_hidden_layers"]

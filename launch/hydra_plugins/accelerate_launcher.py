@@ -220,10 +220,12 @@ class AccelerateLauncher(Launcher):
 
 
 def _files_of(config: dict[str, Any]) -> list[Path]:
-    """What changes with the data that a job reads. Shards that still grow are others each time, and do not count."""
-    names = {"shards": "manifest.json", "prompts": "summary.json", "conversations": ""}
+    """What changes with the data that a job reads."""
+    names = {"prompts": "summary.json", "conversations": ""}
+    if not config.get("follow"):  # what grows is another file each time
+        names["shards"] = "manifest.json"
     read = [Path(config[key]) / name for key, name in names.items() if config.get(key)]
-    return [file for file in read if file.is_file() and not (config.get("follow") and file.name == "manifest.json")]
+    return [file for file in read if file.is_file()]
 
 
 def _gpus() -> list[str]:
