@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
 import functools
@@ -186,7 +187,14 @@ def told_to_end(kept: str) -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         told.append(signal.Signals(number))
-        sys.exit(128 + number)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is None or len(told) > 1:
+            sys.exit(128 + number)
+        # raised here it may land in a callback of a library that takes every exception for its connection's
+        loop.call_soon_threadsafe(sys.exit, 128 + number)
 
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, end) for number in numbers}

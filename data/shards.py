@@ -146,13 +146,17 @@ class ShardWriter:
         if self._lanes is None:
             return
         try:
-            if self._shard is not None:
-                self._close_shard()
-            self._lanes.wait()
+            self.finish()
         except OSError as error:
             self.fail(error)
         finally:
             self.abandon()
+
+    def finish(self) -> None:
+        """Waits until the shards at hand are finished, what `on_finished` does included. Raises what `submit` raises."""
+        if self._shard is not None:
+            self._close_shard()
+        self._lanes.wait()
 
     def abandon(self) -> None:
         """Removes the unfinished shard; those that have all their records are finished, if they can be, and stay."""

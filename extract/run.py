@@ -28,7 +28,7 @@ from extract.config import ExtractConfig
 from extract.preflight import Plan, choose_spool
 from extract.probe import load_reference, probe_server
 from extract.server import Server, version_at
-from extract.sink import extract
+from extract.sink import ended_first, extract
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Extraction:
         reference = load_reference(self.target, config.probe, trust_remote_code=config.target.trust_remote_code)
         report = probe_server(server, boundaries=config.target.boundaries, reference=reference, config=config.probe)
         del reference  # its memory, during a long extraction
-        with uploader or nullcontext():
+        with uploader or nullcontext(), ended_first(server):
             extracted = extract(
                 wanted,
                 server=server,

@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -115,21 +116,19 @@ class Server:
         return self._process is None or self._process.poll() is None
 
     def stop(self) -> None:
-        """Ends all processes that were started here; a server attached to goes on."""
+        """Ends all processes that were started here; a server attached to goes on. If it is interrupted, call it again."""
         self._stopping.set()
-        try:
-            self._end()
-        finally:
-            if self._leftover:  # still claimed: it is nobody else's yet
-                shutil.rmtree(self._leftover, ignore_errors=True)
-                self._leftover = None
-            while self._claimed:
-                self._claimed.pop().close()
+        if self._process is not None:
+            self._end(self._process)
+            self._process = None
+        if self._leftover:  # still claimed: it is nobody else's yet
+            shutil.rmtree(self._leftover, ignore_errors=True)
+            self._leftover = None
+        while self._claimed:
+            self._claimed.pop().close()
 
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
+    @staticmethod
+    def _end(process: subprocess.Popen) -> None:
         # SGLang's graceful end takes 5 to 10 s, and nothing in it is ours. Its processes die with the first one, and
         # Python's resource tracker, which outlives them for a moment, removes what they left in shared memory.
         process.kill()
@@ -137,7 +136,7 @@ class Server:
         deadline = time.monotonic() + STOP_SECONDS
         while _group_exists(process.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
-        if _group_exists(process.pid):  # or only zombies that nobody reaps, in a container without an init
+        with suppress(ProcessLookupError):  # or only zombies that nobody reaps, in a container without an init
             os.killpg(process.pid, signal.SIGKILL)
 
     def failure(self, what: str, *, cure: str) -> ValueError:

@@ -98,10 +98,10 @@ def extract(
                     part=part,
                     lanes=LANES,
                     on_finished=uploader.send if uploader else lambda: None,
-                ) as writer:
+                ) as writer, ended_first(server):  # fmt: skip
                     stream = _Stream(server, writer, extracted, progress, forecast, retries=retries, head=head)
-                    with _ended_first(server):
-                        asyncio.run(stream.run(missing, in_flight_bytes=in_flight_bytes))
+                    asyncio.run(stream.run(missing, in_flight_bytes=in_flight_bytes))
+                    writer.finish()
         forecast.end()
     if extracted.failed:
         shown = "; ".join(f"{id} ({reason})" for id, reason in list(extracted.failed.items())[:3])
@@ -116,7 +116,7 @@ def extract(
 
 
 @contextmanager
-def _ended_first(server: Server) -> Iterator[None]:
+def ended_first(server: Server) -> Iterator[None]:
     """Whatever ends a run ends its server, and then waits for what is on its way to the disk or elsewhere."""
     try:
         yield

@@ -265,6 +265,36 @@ with told_to_end("all of it is kept"):
 """
 
 
+SWALLOWS = """
+import asyncio, os, signal
+from data.config import told_to_end
+
+def callback():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("the callback goes on", flush=True)
+    except BaseException:
+        pass
+
+async def main():
+    asyncio.get_running_loop().call_soon(callback)
+    try:
+        await asyncio.sleep(30)
+    finally:
+        print("cancelled", flush=True)
+
+with told_to_end("all of it is kept"):
+    asyncio.run(main())
+"""
+
+
+def test_what_is_told_to_end_while_a_library_catches_everything_ends_all_the_same():
+    """aiohttp's parser takes what is raised in it for its connection's failure; the request would be tried again."""
+    ended = subprocess.run([sys.executable, "-c", SWALLOWS], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert (ended.returncode, ended.stdout) == (128 + signal.SIGTERM, "the callback goes on\ncancelled\n"), ended.stderr
+    assert ended.stderr == "ended by SIGTERM: all of it is kept\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_is_told_to_end_says_so_in_a_line_unless_its_caller_ignores_it(number):
     """As nohup does with the end of a terminal."""

@@ -163,8 +163,14 @@ def test_a_run_that_is_told_to_end_says_so_in_a_line_and_leaves_nothing_in_memor
     assert not is_claimed(out / "server/.lock"), "its server is gone"
 
 
-def test_a_run_that_is_told_to_end_while_it_sends_a_shard_lets_its_server_go_first(prompts, environment, tmp_path):
-    """What is sent may take longer than SLURM waits; no server holds its GPUs meanwhile, and nothing is left in memory."""
+@pytest.mark.parametrize(("shard_bytes", "until"), [(300_000, "train-*.tar"), (1 << 30, "validation-*.tar")])
+def test_a_run_that_is_told_to_end_while_it_sends_a_shard_lets_its_server_go_first(
+    prompts, environment, tmp_path, shard_bytes, until
+):
+    """While it captures more, and while it waits for the last shard's turn.
+
+    What is sent may take longer than SLURM waits; no server holds its GPUs meanwhile, and nothing is left in memory.
+    """
     out, there = tmp_path / "shards", tmp_path / "there"
     spool = choose_spool(None, out=out, in_flight_bytes=1)
     never = "import time\nfrom fsspec.implementations.local import LocalFileSystem\nLocalFileSystem.put_file = lambda *_, **__: time.sleep(600)\n"
@@ -179,11 +185,11 @@ def test_a_run_that_is_told_to_end_while_it_sends_a_shard_lets_its_server_go_fir
         seen.append((spool.exists(), extractor.is_running()))
         extractor.kill()
 
-    interrupted(
-        [f"prompts={prompts}", f"out={out}", f"upload={there}", "shard_bytes=300000", "in_flight_bytes=1"],
-        out, {**environment, "PYTHONPATH": str(tmp_path)}, kill=tell, until=lambda: any(out.glob("train-*.tar")),
+    _, output = interrupted(
+        [f"prompts={prompts}", f"out={out}", f"upload={there}", f"shard_bytes={shard_bytes}", "in_flight_bytes=1"],
+        out, {**environment, "PYTHONPATH": str(tmp_path)}, kill=tell, until=lambda: any(out.glob(until)),
     )  # fmt: skip
-    assert seen == [(False, True)]
+    assert seen == [(False, True)], output
 
 
 def test_a_plan_says_what_is_to_do_and_starts_nothing_and_a_disk_too_small_is_refused(prompts, environment, tmp_path):
