@@ -2,7 +2,7 @@
 
     python benchmarks/shards.py [--folder /dev/shm] [--gigabytes 1.5] [--repeats 5] [--json FILE]
 
-    write   records in memory -> finished shards; Eyas' with index, manifest and sha256, several at a time as in extraction,
+    write   records in memory -> finished shards; Eyas' with index, manifest and checksum, several at a time as in extraction,
             those of WebDataset's ShardWriter without
     read    shards -> every record's tensors in the process's own memory; WebDataset's through safetensors
     batch   shards -> training packs of 8192 tokens, back to back
@@ -116,10 +116,8 @@ def write_webdataset(folder: Path, records: list[Record]) -> None:
 
 
 def read_eyas(folder: Path) -> int:
-    """Each record's columns in one buffer, which is used again for the next."""
-    reader = ShardReader(folder, split="train")
-    buffer = bytearray(max(entry.size for entry in reader.entries))
-    return sum(reader.read(i, into=buffer).num_tokens > 0 for i in range(len(reader)))
+    """As `python launch/verify.py` does it: read ahead, into buffers that are used again."""
+    return sum(record.num_tokens > 0 for record in ShardReader(folder, split="train").scan())
 
 
 def samples_of_webdataset(folder: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import threading
@@ -10,6 +9,8 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+from data.checksums import Checksum
 
 _GATHER_BYTES = 1 << 22  # of small records, written and hashed together
 _JOIN_BYTES = 1 << 14  # neighbours that are smaller are joined: a chunk costs more than its copy
@@ -54,15 +55,15 @@ class GrowingFile:
             self._flushed = self._flusher.submit(os.fdatasync, self._file.fileno())
 
     def finish(self) -> str:
-        """Everything is on the disk; its sha256."""
+        """Everything is on the disk; its checksum."""
         self._write()
         if self._flushed is not None:
             self._flushed.result()
         os.fsync(self._file.fileno())  # while the last of it is hashed
-        sha256 = self._digest.result()
+        checksum = self._digest.result()
         self._flusher.shutdown()
         self._file.close()
-        return sha256
+        return checksum
 
     def discard(self) -> None:
         """Removes the file."""
@@ -73,11 +74,11 @@ class GrowingFile:
 
 
 class _Digest(threading.Thread):
-    """sha256 of what is added, in order. Hashing does not hold the interpreter."""
+    """The checksum of what is added, in order."""
 
     def __init__(self) -> None:
-        super().__init__(name="sha256", daemon=True)
-        self._sha256, self._pending, self._bytes = hashlib.sha256(), deque[list[Chunk]](), 0
+        super().__init__(name="checksum", daemon=True)
+        self._checksum, self._pending, self._bytes = Checksum(), deque[list[Chunk]](), 0
         self._ended, self._changed = False, threading.Condition()
         self.start()
 
@@ -95,7 +96,7 @@ class _Digest(threading.Thread):
             self._ended = True
             self._changed.notify_all()
         self.join()
-        return self._sha256.hexdigest()
+        return str(self._checksum)
 
     def run(self) -> None:
         while True:
@@ -105,7 +106,7 @@ class _Digest(threading.Thread):
                     return
                 chunks = self._pending.popleft()
             for chunk in chunks:
-                self._sha256.update(chunk)
+                self._checksum.update(chunk)
             with self._changed:
                 self._bytes -= sum(map(len, chunks))
                 self._changed.notify_all()

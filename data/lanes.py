@@ -84,7 +84,7 @@ class OpenShard:
         if self._file is None:
             return None
         self._file.append([bytes(2 * _TAR_BLOCK)])  # where a tar ends
-        sha256 = self._file.finish()
+        checksum = self._file.finish()
         index_sha256 = write_index(self.out, self.name, self._entries)
         os.replace(self.path, self.out / self.name)
         info = ShardInfo(
@@ -94,7 +94,7 @@ class OpenShard:
             tokens=sum(entry.num_tokens for entry in self._entries),
             supervised=sum(entry.num_supervised for entry in self._entries),
             bytes=self._file.size,
-            sha256=sha256,
+            checksum=checksum,
             index_sha256=index_sha256,
         )
         self._file = None

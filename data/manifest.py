@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from data.config import write_atomically
 from data.locks import claim, claim_when_free, is_claimed
 from data.schema import SPLITS, Provenance
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FILE = "manifest.json"
 REMOTE = "remote.json"  # says where the shards of a folder are that are not in it: data/storage.py
 
@@ -24,7 +24,7 @@ _INDEX_COLUMNS = ("ids", "sources", "num_tokens", "num_supervised", "offsets", "
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One finished shard, as the manifest lists it."""
+    """One finished shard, as the manifest lists it. checksum: of the file, see data/checksums.py"""
 
     name: str
     split: str
@@ -32,7 +32,7 @@ class ShardInfo:
     tokens: int
     supervised: int
     bytes: int
-    sha256: str
+    checksum: str
     index_sha256: str
 
 
@@ -85,17 +85,23 @@ class Manifest:
             version = content["schema_version"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} cannot be read ({error}): extract again") from error
-        if version != SCHEMA_VERSION:
+        if version not in (1, SCHEMA_VERSION):
             raise ValueError(f"{file} has schema version {version}, this Eyas reads {SCHEMA_VERSION}: extract again")
         try:
             return cls(
                 provenance=Provenance(**content["provenance"]),
-                shards=tuple(ShardInfo(**shard) for shard in content["shards"]),
+                shards=tuple(ShardInfo(**_today(shard)) for shard in content["shards"]),
                 part=content.get("part"),
                 complete=content.get("complete", False),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} lacks or adds a field ({error}): extract again") from error
+
+
+def _today(shard: dict[str, Any]) -> dict[str, Any]:
+    """A shard's line, as it was in schema version 1 or is now."""
+    old = {"checksum": f"sha256:{shard['sha256']}"} if "sha256" in shard else {}
+    return {key: value for key, value in shard.items() if key != "sha256"} | old
 
 
 def parse_part(part: str) -> tuple[int, int]:

@@ -7,6 +7,8 @@ import os
 import struct
 import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +17,7 @@ from data.manifest import Entry, ShardInfo, read_index
 from data.schema import Provenance, Record
 from data.storage import Remote, Unreachable
 
+_READERS, _AHEAD, _AHEAD_BYTES = 2, 4, 1 << 28  # threads that read ahead; so many records, and so many bytes, at most
 _MOST_OPEN = 64  # shards of a process; each takes two of the files that it may have open, often 1,024
 
 
@@ -78,6 +81,32 @@ class Shard:
         start = entry.offset - entry.offset % mmap.PAGESIZE
         mapped.madvise(mmap.MADV_WILLNEED, start, entry.offset + entry.size - start)  # all of it in one go
         return mapped, entry.offset
+
+
+def read_ahead(places: Iterable[tuple[Shard, int]]) -> Iterator[Future[Record]]:
+    """Records, each a shard and a number in it, in turn; threads read the next ones while one is used.
+
+    A record is read into a buffer that is used again: its tensors hold until the next is asked for. The future raises
+    what `Shard.read` raises, and those after it go on.
+    """
+    free: list[bytearray] = []
+    waiting: deque[tuple[Future[Record], bytearray, int]] = deque()
+    num_bytes = 0  # of those that wait
+    with ThreadPoolExecutor(_READERS) as threads:
+        for shard, i in places:
+            size = shard.entries[i].size
+            while waiting and (len(waiting) == _AHEAD or num_bytes + size > _AHEAD_BYTES):
+                future, buffer, freed = waiting.popleft()
+                yield future
+                free.append(buffer)
+                num_bytes -= freed
+            buffer = free.pop() if free else bytearray()
+            if len(buffer) < size:
+                buffer = bytearray(size)
+            waiting.append((threads.submit(shard.read, i, into=buffer), buffer, size))
+            num_bytes += size
+        while waiting:
+            yield waiting.popleft()[0]
 
 
 _opened: deque[weakref.ref[Shard]] = deque()  # in the order in which they were opened

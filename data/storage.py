@@ -25,6 +25,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from data import vocab
+from data.checksums import Checksum
 from data.config import write_atomically
 from data.locks import claim_when_free
 from data.manifest import FILE, REMOTE, Manifest, ShardInfo, index_name, manifest_lock, no_dataset
@@ -93,12 +94,12 @@ class Remote:
                     f"{self.url} has no {FILE}: there is no dataset there, or none of it is finished"
                 ) from None
             there = Manifest.parse(content.decode(), file=f"{self.url}/{FILE}")
-            before = {s.name: s.sha256 for s in Manifest.load(folder).shards} if (folder / FILE).exists() else {}
+            before = {s.name: s.checksum for s in Manifest.load(folder).shards} if (folder / FILE).exists() else {}
             for shard in there.shards:
                 index = folder / index_name(shard.name)
                 if not index.exists() or hashlib.sha256(index.read_bytes()).hexdigest() != shard.index_sha256:
                     write_atomically(index, files.cat_file(f"{root}/{index.name}"))
-                if before.get(shard.name, shard.sha256) != shard.sha256:
+                if before.get(shard.name, shard.checksum) != shard.checksum:
                     (folder / shard.name).unlink(missing_ok=True)  # kept of a dataset that was replaced
             if files.exists(f"{root}/{vocab.FILE}"):
                 write_atomically(folder / vocab.FILE, files.cat_file(f"{root}/{vocab.FILE}"))
@@ -115,7 +116,7 @@ class Remote:
         with claim_when_free(folder / f".{shard.name}.lock"):
             if target.exists():
                 return
-            digest = hashlib.sha256()
+            checksum = Checksum(like=shard.checksum)
             with (
                 self.reached() as (files, root),
                 files.open(f"{root}/{shard.name}", "rb", cache_type="readahead") as there,
@@ -123,7 +124,7 @@ class Remote:
                 try:
                     with temporary.open("wb") as here:
                         for chunk in self._chunks(there):
-                            digest.update(chunk)
+                            checksum.update(chunk)
                             here.write(chunk)
                 except OSError as error:
                     temporary.unlink(missing_ok=True)
@@ -131,10 +132,10 @@ class Remote:
                         f"cannot keep {self.url}/{shard.name} in {folder} ({error}): free some space there, or unset "
                         f"EYAS_CACHE to stream"
                     ) from error
-            if digest.hexdigest() != shard.sha256:
+            if str(checksum) != shard.checksum:
                 temporary.unlink()
                 raise Unreachable(
-                    f"{self.url}/{shard.name} is corrupt (its sha256 changed): send it again, or extract again"
+                    f"{self.url}/{shard.name} is corrupt (its checksum changed): send it again, or extract again"
                 )
             temporary.replace(target)
 
@@ -153,15 +154,15 @@ class Remote:
                     raise ValueError(
                         f"{self.url} holds codec {there.provenance.codec}, part {there.part}: choose another"
                     )
-                sent = {shard.name: shard.sha256 for shard in there.shards}
+                sent = {shard.name: shard.checksum for shard in there.shards}
             if (folder / vocab.FILE).exists():
                 _put(files, folder / vocab.FILE, f"{root}/{vocab.FILE}")
             for shard in here.shards:
-                if sent.get(shard.name) != shard.sha256:
+                if sent.get(shard.name) != shard.checksum:
                     for name in (index_name(shard.name), shard.name):
                         _put(files, folder / name, f"{root}/{name}")
-                    sent[shard.name] = shard.sha256
-                    arrived = tuple(s for s in here.shards if sent.get(s.name) == s.sha256)
+                    sent[shard.name] = shard.checksum
+                    arrived = tuple(s for s in here.shards if sent.get(s.name) == s.checksum)
                     files.pipe_file(f"{root}/{FILE}", replace(here, shards=arrived, complete=False).to_json().encode())
                 if not keep_local:
                     (folder / shard.name).unlink(missing_ok=True)

@@ -7,7 +7,6 @@ import sys, pathlib  # noqa: E401
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import hashlib  # noqa: E402
 import json  # noqa: E402
 import tarfile  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
@@ -17,15 +16,15 @@ from pathlib import Path  # noqa: E402
 
 from tqdm import tqdm  # noqa: E402
 
+from data.checksums import is_unchanged  # noqa: E402
 from data.codecs import is_finite  # noqa: E402
 from data.config import TargetConfig, stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
 from data.manifest import FILE, Manifest, claim_split, index_name, is_written, remove_shards  # noqa: E402
-from data.mapped import Shard  # noqa: E402
+from data.mapped import Shard, read_ahead  # noqa: E402
 from data.schema import SPLITS, Provenance, Record, check_same, safe_key  # noqa: E402
 from data.storage import Remote, Unreachable, local_folder, whole  # noqa: E402
 
-CHUNK_BYTES = 1 << 22  # of a shard, hashed at a time
 _TEMPORARY = (*(f".{split}-" for split in SPLITS), f".{FILE}.")  # of the dataset; a stage's summary is none of it
 
 
@@ -128,7 +127,7 @@ def verify(path: Path | str, *, progress: bool = False, alone: bool = False) -> 
     alone     the caller holds the locks of the dataset's writers. Else somebody may write to it: then what is not in the
               manifest is theirs, and no problem
 
-    Checked for each shard: size, sha256, index; the members of the tar against the index; shapes and dtypes against
+    Checked for each shard: size, checksum, index; the members of the tar against the index; shapes and dtypes against
     codec and provenance; token ids within the vocabulary; masks; finite states; counts against the manifest. For the
     whole: an id in one record only, nothing temporary and nothing unlisted left.
     Raises ValueError if there is no manifest that can be read, or the place where the shards are does not answer: that
@@ -159,20 +158,11 @@ def verify(path: Path | str, *, progress: bool = False, alone: bool = False) -> 
 def _check_shard(shard: Shard, found: Verified, seen: dict[str, str], bar: tqdm) -> None:
     file = shard.folder / shard.info.name
     with ThreadPoolExecutor(1) as thread:  # hashing does not hold the interpreter
-        digest = thread.submit(_sha256, file, bar)
+        unchanged = thread.submit(is_unchanged, file, shard.info.checksum, read=bar.update)
         _check_members(file, shard, found)
         _check_records(shard, found, seen)
-        if digest.result() != shard.info.sha256:
-            found.add(file.name, "its sha256 is not the manifest's: bytes changed on the disk")
-
-
-def _sha256(file: Path, bar: tqdm) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
-    with file.open("rb", buffering=0) as content:
-        while count := content.readinto(buffer):
-            digest.update(buffer[:count])
-            bar.update(count)
-    return digest.hexdigest()
+        if not unchanged.result():
+            found.add(file.name, "its checksum is not the manifest's: bytes changed on the disk")
 
 
 def _check_members(file: Path, shard: Shard, found: Verified) -> None:
@@ -199,13 +189,14 @@ def _check_records(shard: Shard, found: Verified, seen: dict[str, str]) -> None:
     """seen: id -> shard of every record so far."""
     info = shard.info
     tokens = supervised = 0
-    for i, entry in enumerate(shard.entries):
+    records = read_ahead((shard, i) for i in range(len(shard.entries)))
+    for entry, record in zip(shard.entries, records, strict=True):
         if entry.id in seen:
             found.add(info.name, f"record {entry.id} is also in {seen[entry.id]}")
         seen[entry.id] = info.name
         tokens, supervised = tokens + entry.num_tokens, supervised + entry.num_supervised
         try:
-            problem = _problem(shard.read(i), shard.provenance, num_supervised=entry.num_supervised)
+            problem = _problem(record.result(), shard.provenance, num_supervised=entry.num_supervised)
         except ValueError as error:
             problem = str(error)
         if problem:

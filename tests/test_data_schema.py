@@ -123,8 +123,8 @@ def test_a_manifest_survives_json(tmp_path: Path):
     ("content", "message"),
     [
         ("{", "cannot be read"),
-        ('{"schema_version": 99}', "has schema version 99, this Eyas reads 1"),
-        ('{"schema_version": 1}', "lacks or adds a field"),
+        ('{"schema_version": 99}', "has schema version 99, this Eyas reads 2"),
+        ('{"schema_version": 2}', "lacks or adds a field"),
     ],
 )
 def test_a_manifest_that_is_not_ours_is_named(tmp_path: Path, content: str, message: str):
