@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
 from tqdm import tqdm
 
 from data.boundaries import architecture_of
@@ -119,7 +120,7 @@ class Server:
         """Ends all processes that were started here; a server attached to goes on. If it is interrupted, call it again."""
         self._stopping.set()
         if self._process is not None:
-            self._end(self._process)
+            self._end(self._process, schedulers=self._watch.schedulers if self._watch else [])
             self._process = None
         if self._leftover:  # still claimed: it is nobody else's yet
             shutil.rmtree(self._leftover, ignore_errors=True)
@@ -128,13 +129,15 @@ class Server:
             self._claimed.pop().close()
 
     @staticmethod
-    def _end(process: subprocess.Popen) -> None:
+    def _end(process: subprocess.Popen, *, schedulers: list[int]) -> None:
         # SGLang's graceful end takes 5 to 10 s, and nothing in it is ours. Its processes die with the first one, and
         # Python's resource tracker, which outlives them for a moment, removes what they left in shared memory.
         process.kill()
         process.wait()
         deadline = time.monotonic() + STOP_SECONDS
-        while _group_exists(process.pid) and time.monotonic() < deadline:
+        while _group_exists(process.pid) or any(map(psutil.pid_exists, schedulers)):  # they write into the spool
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.05)
         with suppress(ProcessLookupError):  # or only zombies that nobody reaps, in a container without an init
             os.killpg(process.pid, signal.SIGKILL)

@@ -28,7 +28,7 @@ from tests.targets import ROOT, engine_config, server_config
 STAND_IN = '''\
 #!{python}
 """Plays a Python that has SGLang: says its version, or serves in the state that its file name asks for."""
-import http.server, json, os, pathlib, sys, time
+import http.server, json, os, pathlib, subprocess, sys, time
 state = pathlib.Path(__file__).name
 if sys.argv[1] == "-c":
     if state == "no_sglang":
@@ -74,6 +74,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"" if self.path == "/health" else json.dumps(answer).encode())
     def log_message(self, *arguments):
         pass
+SCHEDULER = """
+import os, pathlib, sys, time
+parent, spool, died = os.getppid(), pathlib.Path(sys.argv[1]), None
+while died is None or time.monotonic() < died + 0.5:
+    spool.mkdir(exist_ok=True)
+    (spool / f"piece-{{time.monotonic()}}").touch()
+    if died is None and os.getppid() != parent:
+        died = time.monotonic()
+    time.sleep(0.01)
+"""
 def stand_still():
     time.sleep(600)
 asked = json.loads(os.environ.get("EYAS_CAPTURE", "null"))
@@ -82,6 +92,8 @@ if asked and state != "no_plugin":
     said = {{"layer_ids": ids, "rank": 0, "dtype": "bfloat16", "format": 1 if state == "old_plugin" else {format}}}
     if state == "cannot":
         said["error"] = "AttributeError: no set_eagle3_layers_to_capture"
+    if state == "dies_slowly":
+        said["pid"] = subprocess.Popen([sys.executable, "-c", SCHEDULER, asked["spool"]], start_new_session=True).pid
     (pathlib.Path(asked["spool"]) / "server-1.json").write_text(json.dumps(said))
 http.server.HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
 '''
@@ -156,6 +168,17 @@ def test_a_temporary_spool_goes_with_its_server_and_not_with_another_that_may_no
             second.begin()
         assert (tmp_path / "spool/server-1.json").exists() and (tmp_path / "spool/.lock").exists()
     assert not (tmp_path / "spool").exists()
+
+
+def test_what_a_scheduler_writes_while_it_dies_goes_with_the_spool(stand_in, tiny_llama, tmp_path):
+    """It may outlive the first process, which a wrapper has started in a session of its own; gigabytes of memory would stay."""
+    running = server(stand_in("dies_slowly"), tiny_llama, tmp_path, capture=True)
+    running.spool_is_temporary = True
+    with running:
+        scheduler = psutil.Process(running._watch.schedulers[0])
+        while not list((tmp_path / "spool").glob("piece-*")):
+            time.sleep(0.01)
+    assert not scheduler.is_running() and not (tmp_path / "spool").exists()
 
 
 def test_a_server_that_exits_shows_its_last_lines_and_what_to_do(stand_in, tiny_llama, tmp_path):
