@@ -103,6 +103,11 @@ def logits_factor(config: dict[str, Any]) -> float:
     return (config.get("logit_scale") or 1.0) / (config.get("logits_scaling") or 1.0)
 
 
+def logits_cap(config: dict[str, Any]) -> float | None:
+    """The bound that a target's logits are bent to (Gemma): cap * tanh(logits / cap); None for most."""
+    return config.get("final_logit_softcapping") or None
+
+
 def architecture_of(path: Path | str) -> str:
     """The target's architecture, like LlamaForCausalLM; the outer one of a multimodal target."""
     names = _read_config(path).get("architectures")

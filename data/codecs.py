@@ -88,16 +88,18 @@ class TeacherHead:
 
     head    [vocab, H]  the target's, in any dtype
     device  a product of 2 * H * vocab operations a token: on a CPU that suits small targets only
+    cap     of the target's logits, if it has one: data/boundaries.logits_cap
 
     Logits are float32 whatever the head's dtype: bfloat16 ones have ties among the most likely tokens.
     Raises ValueError if there is no such device.
     """
 
-    def __init__(self, head: Tensor, *, device: torch.device | str) -> None:
+    def __init__(self, head: Tensor, *, device: torch.device | str, cap: float | None = None) -> None:
         self.device = torch.device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError("there is no GPU here to ask the target's head: leave its device at auto, or set cpu")
         self.head = head.to(self.device, head.dtype if self.device.type == "cuda" else torch.float32)
+        self.cap = cap
 
     @torch.no_grad()
     def top_k(self, last: Tensor, k: int) -> dict[str, Tensor]:
@@ -120,8 +122,16 @@ class TeacherHead:
     def _logits(self, rows: Tensor) -> Tensor:
         rows = rows.to(self.device, self.head.dtype)
         if self.device.type == "cuda" and self.head.dtype != torch.float32:
-            return torch.mm(rows, self.head.T, out_dtype=torch.float32)
-        return rows @ self.head.T
+            return capped_(torch.mm(rows, self.head.T, out_dtype=torch.float32), self.cap)
+        return capped_(rows @ self.head.T, self.cap)
+
+
+def capped_(logits: Tensor, cap: float | None) -> Tensor:
+    """What the target makes of its logits, in place and rounded once: data/boundaries.logits_cap."""
+    if cap is None:
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.copy_((wide / cap).tanh_().mul_(cap))
 
 
 def _argmax_first(ids: Tensor, argmax: Tensor) -> Tensor:

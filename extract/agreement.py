@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.codecs import capped_
 from data.schema import Record
 from data.shards import ShardReader
 
@@ -45,8 +46,8 @@ class Agreement:
         )
 
 
-def measure(out: Path, head: Tensor) -> Agreement | None:
-    """head [V, H] of the target. None if no record has a supervised token after its first."""
+def measure(out: Path, head: Tensor, *, cap: float | None = None) -> Agreement | None:
+    """head [V, H] and cap of the target's logits. None if no record has a supervised token after its first."""
     found: list[tuple[Tensor, Tensor]] = []  # the likeliest tokens and their probabilities
     written: list[Tensor] = []  # what stands there
     states: list[Tensor] = []  # of the records whose codec left the choice to be computed
@@ -60,7 +61,7 @@ def measure(out: Path, head: Tensor) -> Agreement | None:
             states.append(record.decoded().last[rows])
             computed.append(answers)
     if states:
-        found.append(likeliest(torch.cat(states), head))
+        found.append(likeliest(torch.cat(states), head, cap=cap))
     if not found:
         return None
     likely, probability = (torch.cat(column) for column in zip(*found))
@@ -79,7 +80,7 @@ def _sample(out: Path) -> Iterator[tuple[Record, Tensor]]:
 
 
 @torch.no_grad()
-def likeliest(last: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+def likeliest(last: Tensor, head: Tensor, *, cap: float | None = None) -> tuple[Tensor, Tensor]:
     """last [T, H] -> the most likely next tokens [T] int64, the lower id of two alike, and their probabilities [T].
 
     In float32, over a part of the vocabulary at a time: a head is large, and each of its rows is converted once.
@@ -88,7 +89,7 @@ def likeliest(last: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     best = normalizer = torch.full((len(last),), float("-inf"), device=head.device)
     tokens = torch.zeros(len(last), dtype=torch.int64, device=head.device)
     for first in range(0, len(head), VOCAB_AT_A_TIME):
-        logits = last @ head[first : first + VOCAB_AT_A_TIME].float().T  # [T, VOCAB_AT_A_TIME]
+        logits = capped_(last @ head[first : first + VOCAB_AT_A_TIME].float().T, cap)  # [T, VOCAB_AT_A_TIME]
         value, token = logits.max(-1)
         tokens = torch.where(value > best, first + token, tokens)
         best = torch.maximum(best, value)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from data.boundaries import architecture_of, engine_layer_ids, text_config
+from data.boundaries import architecture_of, engine_layer_ids, logits_cap, text_config
 from data.codecs import Codec, TeacherHead
 from data.config import fingerprint, finished
 from data.manifest import FILE, Manifest, finished_ids, parse_part, remove_shards
@@ -177,18 +177,23 @@ class Extraction:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            return TeacherHead(head_weight(self.target), device=device)
+            return TeacherHead(head_weight(self.target), device=device, cap=self._cap)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"the GPU has no room for the target's head beside its server ({error}): lower engine.mem_fraction, or "
                 f"set head_device=cpu, which is slow for a large vocabulary"
             ) from error
 
+    @property
+    def _cap(self) -> float | None:
+        """Of the target's logits."""
+        return logits_cap(text_config(self.target))
+
     def _agreement(self) -> dict[str, float]:
         """Of the supervised tokens with the target's own choice; warns if the answers are not its own."""
         if not self.config.keep_local:
             return {}  # the shards are elsewhere
-        found = measure(self.out, head_weight(self.target))
+        found = measure(self.out, head_weight(self.target), cap=self._cap)
         if found is None:
             return {}
         if found.warning:

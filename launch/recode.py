@@ -15,6 +15,7 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from data import vocab  # noqa: E402
+from data.boundaries import logits_cap, text_config  # noqa: E402
 from data.codecs import Codec, TeacherHead  # noqa: E402
 from data.config import TargetConfig, require, stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
@@ -67,7 +68,7 @@ def main(config: RecodeConfig) -> dict:
         )
         check_same(found, expected, where=str(source))
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        head = TeacherHead(head_weight(target), device=device)
+        head = TeacherHead(head_weight(target), device=device, cap=logits_cap(text_config(target)))
     recode(source, out, codec=codec, head=head, shard_bytes=config.shard_bytes)
     before, after = (sum(shard.bytes for shard in Manifest.load(folder).shards) for folder in (source, out))
     num_tokens = sum(shard.tokens for shard in Manifest.load(out).shards)

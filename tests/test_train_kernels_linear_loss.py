@@ -80,11 +80,26 @@ def test_fused_equals_float64_as_well_as_the_reference_does(
     assert (fused_top1 == top1).float().mean() > 0.85, "bf16 logits may swap two tokens that are all but equal"
 
 
-def test_the_normalizer_equals_logsumexp_and_argmax():
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_the_normalizer_equals_logsumexp_and_argmax(cap):
     logits = torch.randn(5, 9001, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    found, top1 = linear_loss.normalizer(logits)
-    torch.testing.assert_close(found, logits.logsumexp(-1))
+    found, top1 = linear_loss.normalizer(logits, cap=cap)
+    expected = logits if cap is None else cap * torch.tanh(logits / cap)
+    torch.testing.assert_close(found, expected.logsumexp(-1))
     assert torch.equal(top1, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_the_fused_teacher_of_a_target_that_caps_its_logits_is_the_plain_one(within):
+    generator = torch.Generator().manual_seed(5)
+    last, head = (torch.randn(*shape, generator=generator).bfloat16().to(DEVICE) for shape in ((6, 16), (700, 16)))
+    target_ids = torch.arange(0, 700, 3, device=DEVICE)
+    plain = Teacher.of(last.double(), head.double(), target_ids=target_ids, within=within, cap=4.0)
+    fused = linear_loss.fused_teacher(last, head, target_ids=target_ids, within=within, cap=4.0)
+    assert plain.logits.abs().max() < 4 and torch.equal(fused.top1, plain.top1)
+    torch.testing.assert_close(fused.logits.double(), plain.logits, atol=0.02, rtol=0)
+    for name in ("log_normalizer", "draft_normalizer"):
+        torch.testing.assert_close(getattr(fused, name).double(), getattr(plain, name), atol=5e-3, rtol=0)
 
 
 def test_a_row_of_weight_0_gives_no_gradient_whatever_it_holds():

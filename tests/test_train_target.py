@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from data.codecs import TeacherHead
 from data.hugging_face import transformers
+from extract.agreement import likeliest
 from extract.capture import head_weight
 from train.loss import Teacher
 from train.target import Target
@@ -45,8 +46,15 @@ def load(folder):
     return Target.load(folder, device="cpu", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name, changes", [("Cohere", {"logit_scale": 0.25}), ("Granite", {"logits_scaling": 8.0})])
-def test_the_teacher_is_the_targets_own_distribution_also_where_its_logits_have_a_factor(tmp_path, name, changes):
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("Cohere", {"logit_scale": 0.25}),
+        ("Granite", {"logits_scaling": 8.0}),
+        ("Gemma2", {"final_logit_softcapping": 3.0, "head_dim": 16}),
+    ],
+)
+def test_the_teacher_is_the_targets_own_distribution_also_where_its_logits_have_a_factor_or_a_cap(tmp_path, name, changes):
     """Transformers' logits are the truth; their argmax alone would not tell."""
     config = getattr(transformers, f"{name}Config")(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -62,11 +70,14 @@ def test_the_teacher_is_the_targets_own_distribution_also_where_its_logits_have_
         last, logits = model.model(tokens).last_hidden_state[0], model(tokens).logits[0]
     target = load(tmp_path)
     assert torch.equal(target.embedding, model.get_input_embeddings().weight)
-    teacher = Teacher.of(last, target.head, target_ids=torch.arange(64))
+    teacher = Teacher.of(last, target.head, target_ids=torch.arange(64), cap=target.logits_cap)
     torch.testing.assert_close(teacher.logits - teacher.log_normalizer[:, None], logits.log_softmax(-1), atol=1e-4, rtol=0)
-    stored = TeacherHead(head_weight(tmp_path), device="cpu").top_k(last, 8)  # by codecs that keep it in place of last
+    head, cap = head_weight(tmp_path), target.logits_cap
+    stored = TeacherHead(head, device="cpu", cap=cap).top_k(last, 8)  # by codecs that keep it in place of last
     expected = logits.log_softmax(-1).topk(8).values
     torch.testing.assert_close(stored["top_log_probs"], expected, atol=1e-4, rtol=0)
+    probability = likeliest(last, head, cap=cap)[1]  # by which answers are told that are not the target's own
+    torch.testing.assert_close(probability, expected[:, 0].exp(), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from data.codecs import capped_
+
 ROWS_PER_CHUNK = 2048  # of the full vocabulary at a time: 2048 x 163,840 float32 logits are 1.3 GB
 
 
@@ -35,18 +37,21 @@ class Teacher:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, last: Tensor, head: Tensor, *, target_ids: Tensor, within: bool = False) -> Teacher:
+    def of(
+        cls, last: Tensor, head: Tensor, *, target_ids: Tensor, within: bool = False, cap: float | None = None
+    ) -> Teacher:
         """last [R, H] after the target's final norm, head [vocab, H], target_ids [V] of the draft tokens.
 
         within  only the draft vocabulary's logits are made
+        cap     of the target's logits, if it has one: data/boundaries.logits_cap
         """
         if within:
-            logits = _wide(last.to(head.dtype) @ head[target_ids].T)  # [R, V]
+            logits = capped_(_wide(last.to(head.dtype) @ head[target_ids].T), cap)  # [R, V]
             normalizer = logits.logsumexp(-1)
             return cls(logits, normalizer, normalizer, target_ids[logits.argmax(-1)])
         columns = []
         for rows in last.split(ROWS_PER_CHUNK):
-            full = _wide(rows.to(head.dtype) @ head.T)  # [rows, vocab]
+            full = capped_(_wide(rows.to(head.dtype) @ head.T), cap)  # [rows, vocab]
             draft = full[:, target_ids]
             columns.append((draft, full.logsumexp(-1), draft.logsumexp(-1), full.argmax(-1)))
         return cls(*(torch.cat(column) for column in zip(*columns, strict=True)))
@@ -126,7 +131,9 @@ def check_shapes(hidden: Tensor, head: Tensor, teacher: Teacher, seen: Tensor, w
 
 
 class MakeTeacher(Protocol):
-    def __call__(self, last: Tensor, head: Tensor, *, target_ids: Tensor, within: bool = False) -> Teacher: ...
+    def __call__(
+        self, last: Tensor, head: Tensor, *, target_ids: Tensor, within: bool = False, cap: float | None = None
+    ) -> Teacher: ...
 
 
 class LossOfHead(Protocol):

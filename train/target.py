@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from data.boundaries import logits_factor, text_config
+from data.boundaries import logits_cap, logits_factor, text_config
 from data.schema import Provenance, check_same
 from data.shards import ShardReader
 
@@ -46,6 +46,11 @@ class Target:
     @property
     def hidden_size(self) -> int:
         return self.head.shape[1]
+
+    @property
+    def logits_cap(self) -> float | None:
+        """See data/boundaries.py."""
+        return logits_cap(self.config)
 
     @classmethod
     def load(cls, path: Path | str, *, device: torch.device | str, dtype: torch.dtype) -> Target:

@@ -105,7 +105,7 @@ def teacher_of(
             dtype=target.head.dtype,
         )
     else:
-        teacher = make(batch.last[active], target.head, target_ids=target_ids, within=within)
+        teacher = make(batch.last[active], target.head, target_ids=target_ids, within=within, cap=target.logits_cap)
     place = torch.arange(documents.active.shape[0], device=documents.active.device)
     ahead = 1 + torch.arange(depths, device=place.device)
     return teacher, (place + ahead[:, None]).clamp(max=place.shape[0] - 1)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from data.codecs import capped_
 from train.loss import HeadLoss, Teacher, check_shapes
 
 CHUNK_ELEMENTS = 1 << 28  # logits in memory at a time: 512 MiB in bf16
@@ -53,14 +54,21 @@ def _over_lanes(top, total, best):
 
 
 @triton.jit
-def _normalizer(logits, log_normalizer, top1, num_columns, BLOCK: tl.constexpr):
-    """Per row of logits [rows, num_columns]: log-sum-exp in float32, and the first largest column."""
+def _normalizer(logits, log_normalizer, top1, num_columns, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Per row of logits [rows, num_columns]: log-sum-exp in float32, and the first largest column.
+
+    CAP  the logits are CAP * tanh(logits / CAP); None: as they are
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * num_columns
     column = tl.arange(0, BLOCK)
     top, total, best = _nothing_yet(BLOCK)
     for start in range(0, num_columns, BLOCK):
-        x = tl.load(logits + start + column, mask=start + column < num_columns, other=OUTSIDE).to(tl.float32)
+        inside = start + column < num_columns
+        x = tl.load(logits + start + column, mask=inside, other=OUTSIDE).to(tl.float32)
+        if CAP is not None:
+            small = tl.exp(-2 * tl.abs(x) / CAP)
+            x = tl.where(inside, tl.where(x < 0, -CAP, CAP) * (1 - small) / (1 + small), OUTSIDE)
         top, total, best = _and_then(top, total, best, x, start + column)
     log_sum, first = _over_lanes(top, total, best)
     tl.store(log_normalizer + row, log_sum)
@@ -105,13 +113,16 @@ def _loss_rows(
     tl.store(alpha + row, tl.sum(overlap, 0))
 
 
-def normalizer(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """log-sum-exp [rows] float32 and argmax [rows] int64 of contiguous logits [rows, columns], in one pass."""
+def normalizer(logits: Tensor, *, cap: float | None = None) -> tuple[Tensor, Tensor]:
+    """log-sum-exp [rows] float32 and argmax [rows] int64 of contiguous logits [rows, columns], in one pass.
+
+    cap  of the logits: they are bent as they are read
+    """
     assert logits.is_contiguous()
     rows, columns = logits.shape
     log_normalizer = torch.empty(rows, dtype=torch.float32, device=logits.device)
     top1 = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _normalizer[(rows,)](logits, log_normalizer, top1, columns, BLOCK=BLOCK, num_warps=WARPS)
+    _normalizer[(rows,)](logits, log_normalizer, top1, columns, CAP=cap, BLOCK=BLOCK, num_warps=WARPS)
     return log_normalizer, top1
 
 
@@ -131,11 +142,13 @@ def multiply_(x: Tensor, factor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fused_teacher(last: Tensor, head: Tensor, *, target_ids: Tensor, within: bool = False) -> Teacher:
+def fused_teacher(
+    last: Tensor, head: Tensor, *, target_ids: Tensor, within: bool = False, cap: float | None = None
+) -> Teacher:
     """As Teacher.of; the draft vocabulary's logits stay in the inputs' dtype."""
     rows, vocab = last.shape[0], head.shape[0]
     if within:
-        logits = last.to(head.dtype) @ head[target_ids].T  # [R, V]
+        logits = capped_(last.to(head.dtype) @ head[target_ids].T, cap)  # [R, V]
         log_sum, best = normalizer(logits)
         return Teacher(logits, log_sum, log_sum, target_ids[best])
     device = last.device
@@ -145,8 +158,9 @@ def fused_teacher(last: Tensor, head: Tensor, *, target_ids: Tensor, within: boo
     for chunk in torch.arange(rows).split(max(CHUNK_ELEMENTS // vocab, 1)):
         part = slice(int(chunk[0]), int(chunk[-1]) + 1)
         full = last[part].to(head.dtype) @ head.T  # [chunk, vocab]
-        log_normalizer[part], top1[part] = normalizer(full)
+        log_normalizer[part], top1[part] = normalizer(full, cap=cap)
         torch.index_select(full, 1, target_ids, out=draft[part])
+        capped_(draft[part], cap)
     return Teacher(draft, log_normalizer, normalizer(draft)[0], top1)
 
 
