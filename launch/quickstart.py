@@ -12,7 +12,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import contextlib
 import json
 import os
 import re
@@ -22,7 +21,6 @@ import subprocess
 import time
 from dataclasses import asdict
 
-import psutil
 from omegaconf import OmegaConf
 
 from data.boundaries import LAYER_IDS
@@ -30,6 +28,7 @@ from data.config import ROOT, TargetConfig, as_json, quoted, stage, told_to_end,
 from data.manifest import Manifest
 from launch.config import QuickstartConfig
 from launch.figure import draw, read_metrics
+from launch.processes import tell, wait_until_gone
 
 LARGEST_GAP = 0.02  # |live tau / offline tau - 1|
 SMALLEST_TAU = 1.15  # on held-out prompts
@@ -120,22 +119,10 @@ def run(name: str, command: list[str], *, position: int, of: int) -> None:
 
 def end(process: subprocess.Popen) -> None:
     """SIGTERM for a stage and all that it started: extraction keeps its shards, training saves a checkpoint."""
-    limit = time.monotonic() + STOP_SECONDS
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        while time.monotonic() < limit and (process.poll() is None or lives(process.pid)):
-            time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGKILL)
+    tell(process.pid)
+    if not wait_until_gone(process.pid, seconds=STOP_SECONDS):
+        tell(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def lives(group: int) -> bool:
-    """Whether a process of the group runs: `accelerate launch` ends before what it launched has."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                return True
-    return False
 
 
 def require_held_out(data: dict) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from launch.processes import GRACE_SECONDS, PATIENT, tell, wait_until_gone
 from launch.sweep import Job, open_log, outcome
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,12 +42,12 @@ class Command:
         with open_log(self.log, self.command) as log:
             self.process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder,
-                start_new_session=True,
+                env=PATIENT | os.environ, start_new_session=True,
             )  # fmt: skip
             try:
                 self._until_it_ends()
             except BaseException:
-                self._tell()
+                tell(self.process.pid)
                 raise
             return self.process.wait()
 
@@ -56,14 +56,10 @@ class Command:
         import submitit
 
         if self.process is not None:
-            self._tell()
+            tell(self.process.pid)
             self._until_it_ends()
+            wait_until_gone(self.process.pid, seconds=GRACE_SECONDS)
         return submitit.helpers.DelayedSubmission(Command(self.command, log=self.log, folder=self.folder))
-
-    def _tell(self) -> None:
-        """SIGTERM to all of the job's processes."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
 
     def _until_it_ends(self) -> None:
         """Not Popen.wait, which holds a lock: submitit calls `checkpoint` from a signal's handler, in the midst of it."""

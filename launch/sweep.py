@@ -29,11 +29,11 @@ from typing import IO
 from tqdm import tqdm
 
 from data.config import write_atomically
+from launch.processes import GRACE_SECONDS, PATIENT, lives, tell, wait_until_gone
 
 LOG, STATUS = "job.log", "job.json"
 START = "== started "  # begins the line in LOG with which a job is started, for the first time or again
 LONGEST_NAME = 100  # characters of a label in a folder's name
-GRACE_SECONDS = 120  # a job that is told to stop saves a checkpoint first
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ def run_jobs(
 
     command      of a job
     environment  of slot 0 .. at_once-1, which a job has to itself
-    SIGINT and SIGTERM go on to the jobs, which save and stop; then KeyboardInterrupt is raised.
+    A job has ended when all that it started has. SIGINT and SIGTERM go on to the jobs, which save and stop; then
+    KeyboardInterrupt is raised.
     """
     if not jobs:
         return {}
@@ -164,12 +165,17 @@ def run_jobs(
         words = command(job)
         with open_log(job.log, words) as log:
             process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment(slot),
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=PATIENT | environment(slot),
                 start_new_session=True,
             )  # fmt: skip
             with lock:
                 running[job] = process
             status = process.wait()
+            if lives(process.pid):
+                if not stopped:  # only its launcher has died; twice told, they would not save
+                    tell(process.pid)
+                if not wait_until_gone(process.pid, seconds=GRACE_SECONDS):
+                    tell(process.pid, signal.SIGKILL)
         with lock:
             del running[job]
         job.record(status, seconds=time.monotonic() - began)
@@ -277,10 +283,7 @@ def _stop(running: dict[Job, subprocess.Popen], lock: threading.Lock, futures: d
         with lock:
             alive = list(running.values())
         for process in alive:
-            try:
-                os.killpg(process.pid, number)
-            except ProcessLookupError:
-                pass
+            tell(process.pid, number)
         if not wait(futures, timeout=patience).not_done:
             return
 

@@ -16,7 +16,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from data.config import TargetConfig, told_to_end
 from launch.config import QuickstartConfig, StageOptions
 from launch.figure import draw, running_mean
-from launch.quickstart import lives, plan, report, require_held_out, run, target_options
+from launch.processes import lives
+from launch.quickstart import plan, report, require_held_out, run, target_options
 from tests.records import dataset_of, record_of
 
 

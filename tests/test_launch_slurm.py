@@ -54,6 +54,15 @@ def test_training_starts_one_launch_per_node_that_knows_its_place(cluster, tmp_p
     assert "--multi_gpu" in words and not (tmp_path / "scontrol").read_text().count("requeue")
 
 
+def test_one_gpu_needs_no_launcher_that_would_die_before_the_run_has_saved(cluster, tmp_path):
+    one = {**cluster, "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_NUM_NODES": "1"}
+    subprocess.run(["bash", ROOT / "launch/slurm/train.sbatch", "out=RUN"], env=one, cwd=tmp_path, timeout=60, check=True)
+    assert told(tmp_path) == ["train/main.py", "out=RUN"]
+    several = {**one, "ACCELERATE": "--config_file launch/accelerate/zero2.yaml"}
+    subprocess.run(["bash", ROOT / "launch/slurm/train.sbatch", "out=RUN"], env=several, cwd=tmp_path, timeout=60, check=True)
+    assert option(told(tmp_path), "--config_file") == "launch/accelerate/zero2.yaml"
+
+
 def test_a_failure_is_the_jobs_failure_and_is_not_queued_again(cluster, tmp_path):
     done = subprocess.run(["bash", ROOT / "launch/slurm/train.sbatch", "out=RUN"], env={**cluster, "STATUS": "2"}, cwd=tmp_path, timeout=60)
     assert done.returncode == 2 and "requeue" not in (tmp_path / "scontrol").read_text()

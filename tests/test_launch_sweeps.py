@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from launch.compare import find
+from launch.processes import lives
 from launch.submit import submit
 from launch.sweep import STATUS, Job, label_of, open_log, place, run_jobs, varied_keys
 from tests.datasets import write_dataset
@@ -169,7 +170,18 @@ def test_every_launcher_composes():
 
 # ---- on a cluster -------------------------------------------------------------------------------
 
-SAVES = "import signal,sys,time; signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143))); print('up', flush=True); time.sleep(60)"
+SAVES = """
+import signal, sys, time
+def save(*_):
+    time.sleep(1)
+    print("saved", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+time.sleep(60)
+"""
+# dies at once when it is told to, as Accelerate's does
+LAUNCHES = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {SAVES!r}]))"
 
 
 @pytest.mark.parametrize(("number", "ending"), [(signal.SIGUSR2, "queued again"), (signal.SIGINT, "KeyboardInterrupt")])
@@ -179,7 +191,7 @@ def test_a_job_that_the_cluster_wants_back_saves_and_is_queued_again(tmp_path, n
 import signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 from launch.submit import Command
-job = Command([sys.executable, "-c", {SAVES!r}], log={str(tmp_path / "job.log")!r}, folder={str(tmp_path)!r})
+job = Command([sys.executable, "-c", {LAUNCHES!r}], log={str(tmp_path / "job.log")!r}, folder={str(tmp_path)!r})
 def wanted_back(*_):
     again = job.checkpoint()
     print("queued again" if again.function.command == job.command else "something else", flush=True)
@@ -192,6 +204,8 @@ job()
     until(tmp_path / "job.log", "up")
     process.send_signal(number)
     assert ending in process.communicate(timeout=30)[0]
+    if number == signal.SIGUSR2:  # the cluster ends what is left
+        assert "saved" in (tmp_path / "job.log").read_text().splitlines()
     until(tmp_path / "job.log", "saved")
 
 
@@ -366,15 +380,14 @@ def test_a_job_whose_folder_cannot_be_written_fails_alone(tmp_path):
 
 
 def test_a_sweep_that_is_stopped_lets_its_jobs_save_and_starts_no_more(tmp_path):
-    """SIGTERM reaches the jobs' whole process groups; they end in their own way."""
-    job = "import signal,sys,time; signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0))); print('up', flush=True); time.sleep(60)"
+    """SIGTERM reaches the jobs' whole process groups; they end in their own way, the launcher before what it launched."""
     script = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from launch.sweep import place, run_jobs
 jobs = place(Path({str(tmp_path / "s")!r}), [(["1"], "i=1", "1"), (["2"], "i=2", "2")])
-run_jobs(jobs, command=lambda _: [sys.executable, "-c", {job!r}], environment=lambda _: dict(os.environ), at_once=1)
+run_jobs(jobs, command=lambda _: [sys.executable, "-c", {LAUNCHES!r}], environment=lambda _: dict(os.environ), at_once=1)
 """
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
     log = tmp_path / "s" / "00-i-1" / "job.log"
@@ -384,6 +397,15 @@ run_jobs(jobs, command=lambda _: [sys.executable, "-c", {job!r}], environment=la
     assert process.returncode != 0 and "KeyboardInterrupt" in errors
     assert "saved" in log.read_text().splitlines()
     assert not (tmp_path / "s" / "01-i-2").exists()
+
+
+def test_a_job_whose_launcher_was_killed_has_ended_when_what_it_launched_has(tmp_path):
+    """Else the next job shares its GPUs with processes that nobody waits for."""
+    jobs = place(tmp_path, [(["1"], "i=1", "1")])
+    pid = tmp_path / "pid"
+    dies = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {SAVES!r}]); open({str(pid)!r}, 'w').write(str(os.getpid())); os.kill(os.getpid(), 9)"
+    ended = run_jobs(jobs, command=lambda _: [sys.executable, "-c", dies], environment=lambda _: dict(os.environ), at_once=1)
+    assert ended == {jobs[0]: -9} and not lives(int(pid.read_text()))
 
 
 def test_each_job_has_gpus_of_its_own_where_there_are_enough(monkeypatch):
