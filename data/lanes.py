@@ -1,6 +1,6 @@
 """Shards on their way to the disk: each is written by one thread, several at a time, and finished in their order.
 
-One thread encodes, writes and hashes 1 to 2 GB/s; a GPU prefills states faster than that.
+One thread encodes, hashes and writes 2 GB/s; a GPU prefills states faster than that.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class ShardWriter:
     def write(self, record: Record) -> None:
         """Adds one record to the shard at hand, and finishes the shard if it is large enough.
 
-        The record's memory may still be hashed after that: do not change it.
+        The record's memory may be written with a later one's: do not change it.
         """
         try:
             shard = self._shard_for(record)
