@@ -25,7 +25,8 @@ from itertools import islice
 
 import torch
 
-from data.codecs import Codec, TeacherHead
+from data.boundaries import logits_cap, text_config
+from data.codecs import Codec, TeacherHead, capped
 from data.manifest import Manifest
 from data.schema import Record, stored
 from data.shards import ShardReader
@@ -53,7 +54,9 @@ def main() -> None:
     parser.add_argument("--options", nargs="*", default=[], help="of train/main.py")
     options = parser.parse_args()
 
-    head = TeacherHead(head_weight(options.target_path), device="cuda" if CUDA else "cpu")
+    head = TeacherHead(
+        head_weight(options.target_path), device="cuda" if CUDA else "cpu", cap=logits_cap(text_config(options.target_path))
+    )
     before = Manifest.load(options.shards).provenance
     folders, result = {before.codec: options.shards}, {}
     for name in options.codecs:
@@ -116,7 +119,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 def teacher(record: Record, head: TeacherHead, everything: torch.Tensor) -> torch.Tensor:
     """[T, vocab] probabilities that a drafter would learn from."""
     if record.last is not None:
-        return (record.last.float() @ head.head.cpu().float().T).softmax(-1)
+        return capped(record.last.float() @ head.head.cpu().float().T, head.cap).softmax(-1)
     made = Teacher.from_top_k(
         record.top_ids, record.top_log_probs, target_ids=everything, vocab_size=len(everything), dtype=torch.float32
     )

@@ -105,7 +105,8 @@ def logits_factor(config: dict[str, Any]) -> float:
 
 def logits_cap(config: dict[str, Any]) -> float | None:
     """The bound that a target's logits are bent to (Gemma): cap * tanh(logits / cap); None for most."""
-    return config.get("final_logit_softcapping") or None
+    cap = config.get("final_logit_softcapping")
+    return cap if cap and cap > 0 else None  # as SGLang reads it
 
 
 def architecture_of(path: Path | str) -> str:

@@ -7,6 +7,7 @@ bytes; sha256 takes 0.5 s a GB where the processor has instructions for it, and 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from typing import Any
 import blake3
 
 _CHUNK_BYTES = 1 << 22  # read and hashed at a time
+_KINDS: dict[str, Callable[[], Any]] = {"blake3": blake3.blake3, "sha256": hashlib.sha256}
+_CHECKSUM = re.compile(rf"({'|'.join(_KINDS)}):[0-9a-f]{{64}}")
+
+
+def is_checksum(text: Any) -> bool:
+    return isinstance(text, str) and _CHECKSUM.fullmatch(text) is not None
 
 
 class Checksum:
@@ -24,7 +31,7 @@ class Checksum:
 
     def __init__(self, *, like: str = "blake3:") -> None:
         self._kind = like.partition(":")[0]
-        self._hash: Any = blake3.blake3() if self._kind == "blake3" else hashlib.new(self._kind)
+        self._hash = _KINDS[self._kind]()
         self.update = self._hash.update
 
     def __str__(self) -> str:

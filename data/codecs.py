@@ -122,16 +122,13 @@ class TeacherHead:
     def _logits(self, rows: Tensor) -> Tensor:
         rows = rows.to(self.device, self.head.dtype)
         if self.device.type == "cuda" and self.head.dtype != torch.float32:
-            return capped_(torch.mm(rows, self.head.T, out_dtype=torch.float32), self.cap)
-        return capped_(rows @ self.head.T, self.cap)
+            return capped(torch.mm(rows, self.head.T, out_dtype=torch.float32), self.cap)
+        return capped(rows @ self.head.T, self.cap)
 
 
-def capped_(logits: Tensor, cap: float | None) -> Tensor:
-    """What the target makes of its logits, in place and rounded once: data/boundaries.logits_cap."""
-    if cap is None:
-        return logits
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits.copy_((wide / cap).tanh_().mul_(cap))
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """What the target makes of its logits: data/boundaries.logits_cap."""
+    return logits if cap is None else torch.tanh(logits / cap).mul_(cap)
 
 
 def _argmax_first(ids: Tensor, argmax: Tensor) -> Tensor:

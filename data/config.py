@@ -182,6 +182,7 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
 def told_to_end(kept: str) -> Iterator[None]:
     """Inside, SIGTERM, Ctrl-C and a terminal that is closed end the run with one line, which ends with `kept`: what of it
     is there, and what to do. Servers that were started inside go with it. What the caller ignores (nohup) stays so.
+    An asyncio loop ends between two callbacks; told twice, it ends at once.
     """
     told: list[signal.Signals] = []
 
@@ -200,6 +201,8 @@ def told_to_end(kept: str) -> Iterator[None]:
     before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
+        if told:  # as the last loop was about to end
+            sys.exit(128 + told[0])
     except SystemExit:
         if told:
             print(f"ended by {told[0].name}: {kept}", file=sys.stderr, flush=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 from data.checksums import Checksum
 
 _GATHER_BYTES = 1 << 22  # of small records, written and hashed together
+_PART_BYTES = 1 << 22  # of a large one, likewise
 _JOIN_BYTES = 1 << 14  # neighbours that are smaller are joined: a chunk costs more than its copy
-_GATHER_CHUNKS = 500  # at most, below what one writev takes
 _FLUSH_BYTES = 1 << 28  # after so many the disk is told to write, so that it has little left at the file's end
 
 Chunk = bytes | memoryview  # a memoryview of bytes, in one dimension
@@ -32,21 +32,18 @@ class GrowingFile:
         """Their memory must stay as it is: it is written with what comes next if it is little."""
         self._gathered += chunks
         self.size += sum(map(len, chunks))
-        if self.size - self._written >= _GATHER_BYTES or len(self._gathered) > _GATHER_CHUNKS:
+        if self.size - self._written >= _GATHER_BYTES:
             self._write()
 
     def _write(self) -> None:
-        chunks, self._gathered = list(_joined(self._gathered)), []
+        gathered, self._gathered = self._gathered, []
         before = self._written
-        for chunk in chunks:
+        for chunk in _joined(gathered):
             self._checksum.update(chunk)  # and is in the cache when it is written
-        while chunks:
-            count = os.writev(self._file.fileno(), chunks[:_GATHER_CHUNKS])  # may be less than all of it
-            self._written += count
-            while chunks and count >= len(chunks[0]):
-                count -= len(chunks.pop(0))
-            if count:
-                chunks[0] = memoryview(chunks[0])[count:]
+            while chunk:
+                count = os.write(self._file.fileno(), chunk)  # may be less than all of it
+                self._written += count
+                chunk = memoryview(chunk)[count:]
         if before // _FLUSH_BYTES < self._written // _FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
             if self._flushed is not None:
                 self._flushed.result()  # what was lost is said once: the next flush would succeed
@@ -70,9 +67,9 @@ class GrowingFile:
 
 
 def _joined(chunks: list[Chunk]) -> Iterator[Chunk]:
-    """The chunks that have something in them, small neighbours as one."""
+    """The chunks that have something in them, small neighbours as one, large ones in parts."""
     for small, run in itertools.groupby(chunks, key=lambda chunk: len(chunk) < _JOIN_BYTES):
         if not small:
-            yield from run
+            yield from (memoryview(chunk)[at : at + _PART_BYTES] for chunk in run for at in range(0, len(chunk), _PART_BYTES))
         elif joined := b"".join(run):
             yield joined

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from data.checksums import is_checksum
 from data.config import write_atomically
 from data.locks import claim, claim_when_free, is_claimed
 from data.schema import SPLITS, Provenance
@@ -86,9 +87,9 @@ class Manifest:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} cannot be read ({error}): extract again") from error
         if version not in (1, SCHEMA_VERSION):
-            raise ValueError(f"{file} has schema version {version}, this Eyas reads {SCHEMA_VERSION}: extract again")
+            raise ValueError(f"{file} has schema version {version}, this Eyas reads 1 and {SCHEMA_VERSION}: extract again")
         try:
-            return cls(
+            found = cls(
                 provenance=Provenance(**content["provenance"]),
                 shards=tuple(ShardInfo(**_today(shard)) for shard in content["shards"]),
                 part=content.get("part"),
@@ -96,6 +97,10 @@ class Manifest:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} lacks or adds a field ({error}): extract again") from error
+        for shard in found.shards:
+            if not is_checksum(shard.checksum):
+                raise ValueError(f"{file} has {shard.checksum!r} as the checksum of {shard.name}: restore it, or extract again")
+        return found
 
 
 def _today(shard: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _MOST_OPEN = 64  # shards of a process; each takes two of the files that it may 
 
 
 class Shard:
-    """One finished shard of a dataset: its records, without a copy. Raises ValueError if its index is damaged."""
+    """One finished shard of a dataset: its records, mapped or read. Raises ValueError if its index is damaged."""
 
     def __init__(self, folder: Path, info: ShardInfo, provenance: Provenance) -> None:
         self.folder, self.info, self.provenance = folder, info, provenance
@@ -90,21 +90,21 @@ def read_ahead(places: Iterable[tuple[Shard, int]]) -> Iterator[Future[Record]]:
     what `Shard.read` raises, and those after it go on.
     """
     free: list[bytearray] = []
-    waiting: deque[tuple[Future[Record], bytearray, int]] = deque()
-    num_bytes = 0  # of those that wait
+    waiting: deque[tuple[Future[Record], bytearray]] = deque()
+    num_bytes = 0  # of the buffers of those that wait
     with ThreadPoolExecutor(_READERS) as threads:
         for shard, i in places:
             size = shard.entries[i].size
             while waiting and (len(waiting) == _AHEAD or num_bytes + size > _AHEAD_BYTES):
-                future, buffer, freed = waiting.popleft()
+                future, buffer = waiting.popleft()
                 yield future
                 free.append(buffer)
-                num_bytes -= freed
+                num_bytes -= len(buffer)
             buffer = free.pop() if free else bytearray()
-            if len(buffer) < size:
+            if not size <= len(buffer) <= 2 * size:  # a long record's buffer is not kept for short ones
                 buffer = bytearray(size)
-            waiting.append((threads.submit(shard.read, i, into=buffer), buffer, size))
-            num_bytes += size
+            waiting.append((threads.submit(shard.read, i, into=buffer), buffer))
+            num_bytes += len(buffer)
         while waiting:
             yield waiting.popleft()[0]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.codecs import capped_
+from data.codecs import capped
 from data.schema import Record
 from data.shards import ShardReader
 
@@ -89,7 +89,7 @@ def likeliest(last: Tensor, head: Tensor, *, cap: float | None = None) -> tuple[
     best = normalizer = torch.full((len(last),), float("-inf"), device=head.device)
     tokens = torch.zeros(len(last), dtype=torch.int64, device=head.device)
     for first in range(0, len(head), VOCAB_AT_A_TIME):
-        logits = capped_(last @ head[first : first + VOCAB_AT_A_TIME].float().T, cap)  # [T, VOCAB_AT_A_TIME]
+        logits = capped(last @ head[first : first + VOCAB_AT_A_TIME].float().T, cap)  # [T, VOCAB_AT_A_TIME]
         value, token = logits.max(-1)
         tokens = torch.where(value > best, first + token, tokens)
         best = torch.maximum(best, value)

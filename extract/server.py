@@ -70,6 +70,7 @@ class Server:
         self.hung = ""  # what was seen of it before it was ended for hanging
         self._process: subprocess.Popen | None = None
         self._watch: Watch | None = None
+        self._started, self._schedulers = time.time(), list[psutil.Process]()
         self._stopping = threading.Event()
         self._claimed: list[BinaryIO] = []  # locks on the folders that it writes to
         self.spool_is_temporary = spool_is_temporary
@@ -119,23 +120,24 @@ class Server:
     def stop(self) -> None:
         """Ends all processes that were started here; a server attached to goes on. If it is interrupted, call it again."""
         self._stopping.set()
-        if self._process is not None:
-            self._end(self._process, schedulers=self._watch.schedulers if self._watch else [])
-            self._process = None
-        if self._leftover:  # still claimed: it is nobody else's yet
-            shutil.rmtree(self._leftover, ignore_errors=True)
-            self._leftover = None
-        while self._claimed:
-            self._claimed.pop().close()
+        try:
+            if self._process is not None:
+                self._end(self._process)
+                self._process = None
+        finally:
+            if self._leftover:  # still claimed: it is nobody else's yet
+                shutil.rmtree(self._leftover, ignore_errors=True)
+                self._leftover = None if self._process is None else self._leftover
+            while self._claimed:
+                self._claimed.pop().close()
 
-    @staticmethod
-    def _end(process: subprocess.Popen, *, schedulers: list[int]) -> None:
+    def _end(self, process: subprocess.Popen) -> None:
         # SGLang's graceful end takes 5 to 10 s, and nothing in it is ours. Its processes die with the first one, and
         # Python's resource tracker, which outlives them for a moment, removes what they left in shared memory.
         process.kill()
         process.wait()
         deadline = time.monotonic() + STOP_SECONDS
-        while _group_exists(process.pid) or any(map(psutil.pid_exists, schedulers)):  # they write into the spool
+        while _group_exists(process.pid) or any(one.is_running() for one in self._schedulers):  # they write into the spool
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
@@ -178,6 +180,7 @@ class Server:
             capturing=self.capturing is not None and self.capturing.layer_ids is not None,
             drafting=self.drafting, trust_remote_code=self.trust_remote_code,
         )  # fmt: skip
+        self._started = time.time()
         added = environment(found, engine=self.engine, plugin=plugin, capturing=self.capturing)
         with log:
             self._process = subprocess.Popen(
@@ -293,6 +296,7 @@ class Server:
         self.num_ranks = len({about["rank"] for about in said})
         if self._process:
             self._watch.schedulers = [about["pid"] for about in said if "pid" in about]
+            self._schedulers = _processes(self._watch.schedulers, since=self._started - 2.0)
         self.state_bytes = 4 if said[0]["dtype"] == "float32" else 2
 
 
@@ -333,6 +337,17 @@ def version_at(url: str) -> str:
         raise ValueError(f"what answers at server.url={url} is no SGLang ({said}): give the url of an SGLang server")
     check_version(str(version), f"the server at server.url={url} is")
     return version
+
+
+def _processes(pids: list[int], *, since: float) -> list[psutil.Process]:
+    """Those that began then or later: a server in a container counts its processes otherwise, and these are strangers."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.create_time() >= since:
+                found.append(process)
+    return found
 
 
 def _group_exists(group: int) -> bool:

@@ -94,7 +94,7 @@ def main(config: VerifyConfig) -> dict:
             for split in SPLITS:
                 stack.enter_context(claim_split(path, split))
         found = verify(path, progress=True, alone=config.remove_bad)
-        if config.remove_bad:
+        if config.remove_bad and found.problems:
             remove_shards(path, set(found.problems))
     for file, problems in found.problems.items():
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -143,6 +143,9 @@ def verify(path: Path | str, *, progress: bool = False, alone: bool = False) -> 
             try:
                 with whole(path, info) as folder:
                     _check_shard(Shard(folder, info, manifest.provenance), found, seen, bar)
+            except OSError as error:
+                raise ValueError(f"{path / info.name} cannot be read ({error}), which says nothing about the rest: try again, "
+                                 f"or look at its disk") from error  # fmt: skip
             except ValueError as error:
                 if isinstance(error, Unreachable) and not isinstance(error.__cause__, FileNotFoundError | None):
                     raise

@@ -295,6 +295,24 @@ def test_what_is_told_to_end_while_a_library_catches_everything_ends_all_the_sam
     assert ended.stderr == "ended by SIGTERM: all of it is kept\n"
 
 
+TOO_LATE = """
+import asyncio, os, signal
+from data.config import told_to_end
+with told_to_end("all of it is kept"):
+    loop = asyncio.new_event_loop()
+    loop.call_soon(lambda: (os.kill(os.getpid(), signal.SIGTERM), loop.stop()))
+    loop.run_forever()
+    loop.close()
+print("goes on")
+"""
+
+
+def test_what_is_told_to_end_as_its_loop_ends_is_not_forgotten():
+    ended = subprocess.run([sys.executable, "-c", TOO_LATE], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert (ended.returncode, ended.stdout) == (128 + signal.SIGTERM, ""), ended.stderr
+    assert ended.stderr == "ended by SIGTERM: all of it is kept\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_is_told_to_end_says_so_in_a_line_unless_its_caller_ignores_it(number):
     """As nohup does with the end of a terminal."""

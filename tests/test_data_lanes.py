@@ -148,16 +148,16 @@ def test_a_flush_that_failed_is_not_forgotten_for_a_later_one(tmp_path, monkeypa
 
 def test_a_shard_that_was_interrupted_in_a_record_is_not_finished(tmp_path, monkeypatch):
     """Ctrl-C stops the caller between any two of its steps; who catches it and closes gets the shards before."""
-    writev = os.writev
+    os_write = os.write
 
-    def interrupted(descriptor, chunks):
-        writev(descriptor, [memoryview(chunks[0])[:7]])
+    def interrupted(descriptor, chunk):
+        os_write(descriptor, memoryview(chunk)[:7])
         raise KeyboardInterrupt
 
     writer = ShardWriter(tmp_path, provenance=PROVENANCE, split="train", shard_bytes=1)
     writer.write(record_of("a"))
     monkeypatch.setattr("data.growing._GATHER_BYTES", 1)
-    monkeypatch.setattr(os, "writev", interrupted)
+    monkeypatch.setattr(os, "write", interrupted)
     writer.shard_bytes = 1 << 20
     with pytest.raises(KeyboardInterrupt):
         writer.write(record_of("b"))

@@ -123,7 +123,7 @@ def test_a_manifest_survives_json(tmp_path: Path):
     ("content", "message"),
     [
         ("{", "cannot be read"),
-        ('{"schema_version": 99}', "has schema version 99, this Eyas reads 2"),
+        ('{"schema_version": 99}', "has schema version 99, this Eyas reads 1 and 2"),
         ('{"schema_version": 2}', "lacks or adds a field"),
     ],
 )

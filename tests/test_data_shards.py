@@ -183,7 +183,7 @@ def test_a_killed_writer_leaves_only_finished_shards(tmp_path: Path):
     assert finished_ids(tmp_path) == {"a", "b"}
 
 
-@pytest.mark.parametrize("call", ["os.writev", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("call", ["os.write", "os.fsync", "os.replace"])
 def test_a_full_disk_is_one_clear_error_and_loses_nothing_finished(tmp_path: Path, monkeypatch, call: str):
     dataset_of(tmp_path, [record_of("a")])
     writer = writer_of(tmp_path)
@@ -202,8 +202,9 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing_finished(tmp_path: Pat
 
 
 def test_a_write_in_several_parts_is_whole(tmp_path: Path, monkeypatch):
-    """writev may write less than it was given."""
-    monkeypatch.setattr(os, "writev", lambda descriptor, chunks: os.write(descriptor, bytes(chunks[0][:7])))
+    """os.write may write less than it was given."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, chunk: write(descriptor, memoryview(chunk)[:7]))
     record = record_of("a")
     reader = ShardReader(dataset_of(tmp_path, [record]), split="train")
     reader.verify()
@@ -299,6 +300,20 @@ def test_a_scan_reads_every_record_in_its_order(tmp_path: Path, monkeypatch, ahe
     assert count == 40 and next(reader.scan()).id == "r0", "it may be left early"
 
 
+def test_a_scan_keeps_no_long_records_buffer_for_short_ones(tmp_path: Path, monkeypatch):
+    records = [record_of(f"r{i}", num_tokens=90 if i % 5 == 0 else 3) for i in range(40)]
+    reader = ShardReader(dataset_of(tmp_path, records, shard_bytes=9000), split="train")
+    read, sizes = mapped.Shard.read, []
+
+    def watched(self, i, *, into):
+        sizes.append((len(into), self.entries[i].size))
+        return read(self, i, into=into)
+
+    monkeypatch.setattr(mapped.Shard, "read", watched)
+    assert len(list(reader.scan())) == 40 and all(size <= buffer <= 2 * size for buffer, size in sizes)
+    assert len({size for _, size in sizes}) > 1
+
+
 def test_a_scan_names_a_record_that_is_cut_off_and_others_can_be_read(tmp_path: Path):
     records = [record_of("a"), record_of("b", num_tokens=9), record_of("c")]
     reader = ShardReader(dataset_of(tmp_path, records, shard_bytes=1), split="train")
@@ -311,6 +326,17 @@ def test_a_scan_names_a_record_that_is_cut_off_and_others_can_be_read(tmp_path: 
             found.append(str(error))
     assert found[::2] == ["a", "c"]
     assert found[1].endswith("train-000001.tar is corrupt at record b (the file ends before it): extract again")
+
+
+@pytest.mark.parametrize("checksum", ["xxh3:00", "0" * 64, "md5:" + "0" * 64, None])
+def test_a_checksum_of_no_known_kind_is_refused_naming_the_manifest(tmp_path: Path, checksum):
+    """And not found in the middle of a check, which would take the shard for a bad one."""
+    dataset_of(tmp_path, [record_of("a")])
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["shards"][0]["checksum"] = checksum
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="manifest.json has .* as the checksum of train-000000.tar"):
+        ShardReader(tmp_path, split="train")
 
 
 def test_a_dataset_of_schema_version_1_is_read_checked_and_continued(tmp_path: Path):

@@ -152,15 +152,15 @@ def run(target: str, python: str, out: str, log: str, room: int | None) -> None:
 
 def fill_the_disk_after(room: int) -> None:
     """Every write fails with ENOSPC once `room` bytes are written, as on a small disk."""
-    left, write = [room], os.writev
+    left, write = [room], os.write
 
-    def writev(descriptor, chunks):
-        left[0] -= sum(memoryview(chunk).nbytes for chunk in chunks)
+    def write_if_there_is_room(descriptor, chunk):
+        left[0] -= len(chunk)
         if left[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, chunks)
+        return write(descriptor, chunk)
 
-    os.writev = writev
+    os.write = write_if_there_is_room
 
 
 def ended(process: psutil.Process) -> bool:

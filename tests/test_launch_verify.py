@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -203,6 +204,28 @@ def test_nothing_is_taken_out_of_what_another_process_is_writing(shards: Path, m
     with ShardWriter(shards, provenance=PROVENANCE, split="train", shard_bytes=5000), pytest.raises(SystemExit):
         main()
     assert "another process writes to" in capsys.readouterr().err and (shards / "train-000001.tar").exists()
+
+
+def test_a_disk_that_cannot_be_read_is_named_and_nothing_is_taken_out(shards: Path, monkeypatch, capsys):
+    """Of a network's file system it may be a moment's fault."""
+    monkeypatch.setattr(sys, "argv", ["verify.py", f"shards={shards}", f"out={shards.parent / 'log'}", "remove_bad=true"])
+    listed = Manifest.load(shards)
+
+    def broken(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(os, "preadv", broken)
+        main()
+    assert "train-000000.tar cannot be read ([Errno 5] Input/output error)" in capsys.readouterr().err
+    assert Manifest.load(shards) == listed
+
+
+def test_a_whole_dataset_from_which_bad_shards_should_be_taken_stays_as_it_is(shards: Path, monkeypatch):
+    mark_complete(shards)
+    monkeypatch.setattr(sys, "argv", ["verify.py", f"shards={shards}", f"out={shards.parent / 'log'}", "remove_bad=true"])
+    main()
+    assert Manifest.load(shards).complete
 
 
 def test_a_place_that_does_not_answer_says_nothing_about_its_shards(shards: Path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data.codecs import TeacherHead
+from data.codecs import TeacherHead, capped
 from data.hugging_face import transformers
 from extract.agreement import likeliest
 from extract.capture import head_weight
@@ -71,7 +71,8 @@ def test_the_teacher_is_the_targets_own_distribution_also_where_its_logits_have_
     target = load(tmp_path)
     assert torch.equal(target.embedding, model.get_input_embeddings().weight)
     teacher = Teacher.of(last, target.head, target_ids=torch.arange(64), cap=target.logits_cap)
-    torch.testing.assert_close(teacher.logits - teacher.log_normalizer[:, None], logits.log_softmax(-1), atol=1e-4, rtol=0)
+    found = capped(teacher.logits, teacher.cap) - teacher.log_normalizer[:, None]
+    torch.testing.assert_close(found, logits.log_softmax(-1), atol=1e-4, rtol=0)
     head, cap = head_weight(tmp_path), target.logits_cap
     stored = TeacherHead(head, device="cpu", cap=cap).top_k(last, 8)  # by codecs that keep it in place of last
     expected = logits.log_softmax(-1).topk(8).values

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from data.codecs import capped_
+from data.codecs import capped
 
 ROWS_PER_CHUNK = 2048  # of the full vocabulary at a time: 2048 x 163,840 float32 logits are 1.3 GB
 
@@ -21,10 +21,11 @@ ROWS_PER_CHUNK = 2048  # of the full vocabulary at a time: 2048 x 163,840 float3
 class Teacher:
     """The target's next-token distributions in the R active rows of a pack, computed once for all depths.
 
-    logits            [R, V]  of the draft vocabulary's tokens only
+    logits            [R, V]  of the draft vocabulary's tokens only, before the cap
     log_normalizer    [R]     float32, log-sum-exp over the whole vocabulary
     draft_normalizer  [R]     float32, log-sum-exp over the draft vocabulary: renormalizes the teacher
     top1              [R]     int64, the target's own id of its most likely token
+    cap               of the target's logits, if it has one (data/boundaries.logits_cap): bent as they are read, in float32
 
     The loss reads logits and draft_normalizer alone. Of a teacher `within` the draft vocabulary, which costs a
     quarter of the work, log_normalizer and top1 are those of the draft vocabulary, and alpha and hits mean nothing.
@@ -34,6 +35,7 @@ class Teacher:
     log_normalizer: Tensor
     draft_normalizer: Tensor
     top1: Tensor
+    cap: float | None = None
 
     @classmethod
     @torch.no_grad()
@@ -43,18 +45,17 @@ class Teacher:
         """last [R, H] after the target's final norm, head [vocab, H], target_ids [V] of the draft tokens.
 
         within  only the draft vocabulary's logits are made
-        cap     of the target's logits, if it has one: data/boundaries.logits_cap
         """
         if within:
-            logits = capped_(_wide(last.to(head.dtype) @ head[target_ids].T), cap)  # [R, V]
-            normalizer = logits.logsumexp(-1)
-            return cls(logits, normalizer, normalizer, target_ids[logits.argmax(-1)])
+            logits = _wide(last.to(head.dtype) @ head[target_ids].T)  # [R, V]
+            normalizer = capped(logits, cap).logsumexp(-1)
+            return cls(logits, normalizer, normalizer, target_ids[logits.argmax(-1)], cap)
         columns = []
         for rows in last.split(ROWS_PER_CHUNK):
-            full = capped_(_wide(rows.to(head.dtype) @ head.T), cap)  # [rows, vocab]
+            full = _wide(rows.to(head.dtype) @ head.T)  # [rows, vocab]
             draft = full[:, target_ids]
-            columns.append((draft, full.logsumexp(-1), draft.logsumexp(-1), full.argmax(-1)))
-        return cls(*(torch.cat(column) for column in zip(*columns, strict=True)))
+            columns.append((draft, capped(full, cap).logsumexp(-1), capped(draft, cap).logsumexp(-1), full.argmax(-1)))
+        return cls(*(torch.cat(column) for column in zip(*columns, strict=True)), cap)
 
     @classmethod
     @torch.no_grad()
@@ -110,7 +111,7 @@ def head_loss(hidden: Tensor, head: Tensor, teacher: Teacher, seen: Tensor, weig
     check_shapes(hidden, head, teacher, seen, weight)
     counted = weight > 0
     logits = _wide(hidden @ head.to(hidden.dtype).T)  # [M, V]
-    target_logits = _wide(teacher.logits[seen])
+    target_logits = capped(_wide(teacher.logits[seen]), teacher.cap)
     log_q = logits.log_softmax(-1)
     p = (target_logits - teacher.draft_normalizer[seen, None]).exp()
     entropy = -(p * log_q).sum(-1)

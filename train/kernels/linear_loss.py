@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from data.codecs import capped_
 from train.loss import HeadLoss, Teacher, check_shapes
 
 CHUNK_ELEMENTS = 1 << 28  # logits in memory at a time: 512 MiB in bf16
@@ -54,11 +53,17 @@ def _over_lanes(top, total, best):
 
 
 @triton.jit
-def _normalizer(logits, log_normalizer, top1, num_columns, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Per row of logits [rows, num_columns]: log-sum-exp in float32, and the first largest column.
+def _bent(x, inside, CAP: tl.constexpr):
+    """CAP * tanh(x / CAP) inside the row: what some targets make of their logits. None: x."""
+    if CAP is not None:
+        small = tl.exp(-2 * tl.abs(x) / CAP)
+        x = tl.where(inside, tl.where(x < 0, -CAP, CAP) * (1 - small) / (1 + small), OUTSIDE)
+    return x
 
-    CAP  the logits are CAP * tanh(logits / CAP); None: as they are
-    """
+
+@triton.jit
+def _normalizer(logits, log_normalizer, top1, num_columns, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Per row of logits [rows, num_columns], bent: log-sum-exp in float32, and the first largest column."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * num_columns
     column = tl.arange(0, BLOCK)
@@ -66,9 +71,7 @@ def _normalizer(logits, log_normalizer, top1, num_columns, CAP: tl.constexpr, BL
     for start in range(0, num_columns, BLOCK):
         inside = start + column < num_columns
         x = tl.load(logits + start + column, mask=inside, other=OUTSIDE).to(tl.float32)
-        if CAP is not None:
-            small = tl.exp(-2 * tl.abs(x) / CAP)
-            x = tl.where(inside, tl.where(x < 0, -CAP, CAP) * (1 - small) / (1 + small), OUTSIDE)
+        x = _bent(x, inside, CAP)
         top, total, best = _and_then(top, total, best, x, start + column)
     log_sum, first = _over_lanes(top, total, best)
     tl.store(log_normalizer + row, log_sum)
@@ -78,7 +81,7 @@ def _normalizer(logits, log_normalizer, top1, num_columns, CAP: tl.constexpr, BL
 @triton.jit
 def _loss_rows(
     logits, teacher, seen, log_normalizer, draft_normalizer, weight, entropy, top1, alpha, num_columns,
-    BLOCK: tl.constexpr,
+    CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per row: cross-entropy, most likely token, alpha; then the gradient in the logits' own memory."""
     row = tl.program_id(0).to(tl.int64)
@@ -95,6 +98,7 @@ def _loss_rows(
         inside = start + column < num_columns
         x = tl.load(logits + start + column, mask=inside, other=OUTSIDE).to(tl.float32)
         t = tl.load(teacher + start + column, mask=inside, other=OUTSIDE).to(tl.float32)
+        t = _bent(t, inside, CAP)
         cross += tl.exp(t - draft) * x
         top, total, best = _and_then(top, total, best, x, start + column)
     log_sum, first = _over_lanes(top, total, best)
@@ -103,6 +107,7 @@ def _loss_rows(
         inside = start + column < num_columns
         x = tl.load(logits + start + column, mask=inside, other=OUTSIDE).to(tl.float32)
         t = tl.load(teacher + start + column, mask=inside, other=OUTSIDE).to(tl.float32)
+        t = _bent(t, inside, CAP)
         q, p = tl.exp(x - log_sum), tl.exp(t - draft)
         overlap += tl.minimum(q, p * share)
         # weight 0: no gradient, even where the row holds infinities
@@ -148,9 +153,9 @@ def fused_teacher(
     """As Teacher.of; the draft vocabulary's logits stay in the inputs' dtype."""
     rows, vocab = last.shape[0], head.shape[0]
     if within:
-        logits = capped_(last.to(head.dtype) @ head[target_ids].T, cap)  # [R, V]
-        log_sum, best = normalizer(logits)
-        return Teacher(logits, log_sum, log_sum, target_ids[best])
+        logits = last.to(head.dtype) @ head[target_ids].T  # [R, V]
+        log_sum, best = normalizer(logits, cap=cap)
+        return Teacher(logits, log_sum, log_sum, target_ids[best], cap)
     device = last.device
     draft = torch.empty(rows, target_ids.shape[0], dtype=head.dtype, device=device)
     log_normalizer = torch.empty(rows, dtype=torch.float32, device=device)
@@ -160,8 +165,7 @@ def fused_teacher(
         full = last[part].to(head.dtype) @ head.T  # [chunk, vocab]
         log_normalizer[part], top1[part] = normalizer(full, cap=cap)
         torch.index_select(full, 1, target_ids, out=draft[part])
-        capped_(draft[part], cap)
-    return Teacher(draft, log_normalizer, normalizer(draft)[0], top1)
+    return Teacher(draft, log_normalizer, normalizer(draft, cap=cap)[0], top1, cap)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -178,7 +182,7 @@ class _HeadLoss(torch.autograd.Function):
             logits = hidden[part] @ half.T  # [chunk, V]; becomes its own gradient
             _loss_rows[(logits.shape[0],)](
                 logits, teacher.logits, seen[part], teacher.log_normalizer, teacher.draft_normalizer, weight[part],
-                entropy[part], top1[part], alpha[part], vocab, BLOCK=BLOCK, num_warps=WARPS,
+                entropy[part], top1[part], alpha[part], vocab, CAP=teacher.cap, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
             add_product(grad_head, logits.T, hidden[part])
             torch.mm(logits, half, out=hidden[part])  # which the line before was the last to read
