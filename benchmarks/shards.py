@@ -116,7 +116,7 @@ def write_webdataset(folder: Path, records: list[Record]) -> None:
 
 
 def read_eyas(folder: Path) -> int:
-    """As `python launch/verify.py` does it: read ahead, into buffers that are used again."""
+    """Read ahead, into buffers that are used again."""
     return sum(record.num_tokens > 0 for record in ShardReader(folder, split="train").scan())
 
 

@@ -270,7 +270,7 @@ class ShardReader:
         return (self.read(i) for i in range(len(self)))
 
     def scan(self) -> Iterator[Record]:
-        """All records, read ahead by threads: faster than `read`, but a record holds only until the next is asked for."""
+        """All records, read ahead by threads into buffers: a record holds only until the next is asked for."""
         places = ((shard, i) for shard in self.shards for i in range(len(shard.entries)))
         return (future.result() for future in read_ahead(places))
 

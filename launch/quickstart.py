@@ -16,8 +16,6 @@ import json
 import os
 import re
 import shlex
-import signal
-import subprocess
 import time
 from dataclasses import asdict
 
@@ -28,7 +26,7 @@ from data.config import ROOT, TargetConfig, as_json, quoted, stage, told_to_end,
 from data.manifest import Manifest
 from launch.config import QuickstartConfig
 from launch.figure import draw, read_metrics
-from launch.processes import tell, wait_until_gone
+from launch.processes import Family
 
 LARGEST_GAP = 0.02  # |live tau / offline tau - 1|
 SMALLEST_TAU = 1.15  # on held-out prompts
@@ -106,23 +104,16 @@ def run(name: str, command: list[str], *, position: int, of: int) -> None:
         started = ["-m", "accelerate.commands.launch", *command[2:]]
     else:
         started = command[1:]
-    process = subprocess.Popen([sys.executable, *started], start_new_session=True)  # Ctrl-C comes to it from here
+    stage = Family([sys.executable, *started])  # Ctrl-C comes to it from here
     try:
-        status = process.wait()
+        status = stage.wait()
     except BaseException:
-        end(process)
+        stage.tell()  # extraction keeps its shards, training saves a checkpoint
+        stage.end(seconds=STOP_SECONDS)
         raise
     if status:
         raise ValueError(f"stage {name} ended with status {status}, see above; once that is mended, the same "
                          "command goes on from there")  # fmt: skip
-
-
-def end(process: subprocess.Popen) -> None:
-    """SIGTERM for a stage and all that it started: extraction keeps its shards, training saves a checkpoint."""
-    tell(process.pid)
-    if not wait_until_gone(process.pid, seconds=STOP_SECONDS):
-        tell(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def require_held_out(data: dict) -> None:

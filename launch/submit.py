@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from launch.processes import GRACE_SECONDS, PATIENT, tell, wait_until_gone
+from launch.processes import GRACE_SECONDS, Family
 from launch.sweep import Job, open_log, outcome
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,37 +34,30 @@ class Command:
 
     def __init__(self, command: list[str], *, log: str, folder: str):
         self.command, self.log, self.folder = command, log, folder
-        self.process: subprocess.Popen | None = None
+        self.family: Family | None = None
 
     def __call__(self) -> int:
         """The exit status of the process. Interrupted, it tells the process to save and stop."""
         Path(self.log).parent.mkdir(parents=True, exist_ok=True)
         with open_log(self.log, self.command) as log:
-            self.process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder,
-                env=PATIENT | os.environ, start_new_session=True,
+            self.family = Family(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder
             )  # fmt: skip
-            try:
-                self._until_it_ends()
+            try:  # not Popen.wait, which holds a lock: submitit calls `checkpoint` from a signal's handler, in its midst
+                os.waitid(os.P_PID, self.family.process.pid, os.WEXITED | os.WNOWAIT)
             except BaseException:
-                tell(self.process.pid)
+                self.family.tell()
                 raise
-            return self.process.wait()
+            return self.family.wait()
 
     def checkpoint(self) -> Any:
         """Called by submitit in the job, when the cluster wants the node back: what it is to queue again."""
         import submitit
 
-        if self.process is not None:
-            tell(self.process.pid)
-            self._until_it_ends()
-            wait_until_gone(self.process.pid, seconds=GRACE_SECONDS)
+        if self.family is not None:
+            self.family.tell()
+            self.family.end(seconds=GRACE_SECONDS)
         return submitit.helpers.DelayedSubmission(Command(self.command, log=self.log, folder=self.folder))
-
-    def _until_it_ends(self) -> None:
-        """Not Popen.wait, which holds a lock: submitit calls `checkpoint` from a signal's handler, in the midst of it."""
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
 
 
 def submit(jobs: list[Job], *, command: Callable[[Job], list[str]], cluster: Any, at_once: int) -> dict[Job, int]:
@@ -93,6 +86,7 @@ def submit(jobs: list[Job], *, command: Callable[[Job], list[str]], cluster: Any
     if cluster.executor == "slurm":
         wanted |= {"slurm_partition": cluster.partition, "slurm_account": cluster.account}
         wanted |= {"slurm_array_parallelism": at_once, "slurm_additional_parameters": dict(cluster.extra) or None}
+        wanted |= {"slurm_signal_delay_s": GRACE_SECONDS + 60}  # before the end; submitit's own 90 are too short to save in
         wanted |= {"slurm_setup": [f"export PYTHONPATH={ROOT}:$PYTHONPATH"]}
     executor.update_parameters(
         name="eyas", timeout_min=cluster.timeout_minutes, **{k: v for k, v in wanted.items() if v is not None}

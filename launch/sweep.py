@@ -29,7 +29,7 @@ from typing import IO
 from tqdm import tqdm
 
 from data.config import write_atomically
-from launch.processes import GRACE_SECONDS, PATIENT, lives, tell, wait_until_gone
+from launch.processes import GRACE_SECONDS, Family
 
 LOG, STATUS = "job.log", "job.json"
 START = "== started "  # begins the line in LOG with which a job is started, for the first time or again
@@ -155,7 +155,7 @@ def run_jobs(
     if not jobs:
         return {}
     slots, started, ended = list(range(at_once)), {}, {}
-    running: dict[Job, subprocess.Popen] = {}
+    running: dict[Job, Family] = {}
     lock = threading.Lock()
 
     def run(job: Job, slot: int) -> int:
@@ -164,18 +164,12 @@ def run_jobs(
         job.record(None)
         words = command(job)
         with open_log(job.log, words) as log:
-            process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=PATIENT | environment(slot),
-                start_new_session=True,
+            family = Family(
+                words, env=environment(slot), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )  # fmt: skip
             with lock:
-                running[job] = process
-            status = process.wait()
-            if lives(process.pid):
-                if not stopped:  # only its launcher has died; twice told, they would not save
-                    tell(process.pid)
-                if not wait_until_gone(process.pid, seconds=GRACE_SECONDS):
-                    tell(process.pid, signal.SIGKILL)
+                running[job] = family
+            status = family.wait()
         with lock:
             del running[job]
         job.record(status, seconds=time.monotonic() - began)
@@ -277,15 +271,16 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _stop(running: dict[Job, subprocess.Popen], lock: threading.Lock, futures: dict[Future, Job]) -> None:
-    """Ask every process group to stop, and end those that have not after GRACE_SECONDS."""
-    for number, patience in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, None)):
-        with lock:
-            alive = list(running.values())
-        for process in alive:
-            tell(process.pid, number)
-        if not wait(futures, timeout=patience).not_done:
-            return
+def _stop(running: dict[Job, Family], lock: threading.Lock, futures: dict[Future, Job]) -> None:
+    """Tells every job to end, and kills those that have not after GRACE_SECONDS."""
+    with lock:
+        alive = list(running.values())
+    for family in alive:
+        family.tell()
+    if wait(futures, timeout=GRACE_SECONDS).not_done:
+        for family in alive:
+            family.end(seconds=0)
+        wait(futures)
 
 
 def _short(value: str) -> str:

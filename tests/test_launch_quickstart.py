@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,7 +17,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from data.config import TargetConfig, told_to_end
 from launch.config import QuickstartConfig, StageOptions
 from launch.figure import draw, running_mean
-from launch.processes import lives
 from launch.quickstart import plan, report, require_held_out, run, target_options
 from tests.records import dataset_of, record_of
 
@@ -124,7 +124,7 @@ def save(*_):
     pathlib.Path({str(tmp_path / "saved")!r}).touch()
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)
-pathlib.Path({str(tmp_path / "up")!r}).write_text(str(__import__("os").getpgid(0)))
+pathlib.Path({str(tmp_path / "up")!r}).write_text(str(__import__("os").getpid()))
 time.sleep(60)
 """)
 
@@ -138,7 +138,8 @@ time.sleep(60)
     with pytest.raises(SystemExit) as stopped, told_to_end("what is finished is kept"):
         run("train", ["python", str(stage), "launcher"], position=3, of=5)
     assert stopped.value.code == 128 + number and (tmp_path / "saved").exists()
-    assert not lives(int((tmp_path / "up").read_text()))
+    pid = int((tmp_path / "up").read_text())
+    assert [one.pid for one in psutil.process_iter() if one.pid == pid and one.status() != psutil.STATUS_ZOMBIE] == []
     assert capsys.readouterr().err.endswith(f"ended by {signal.Signals(number).name}: what is finished is kept\n")
 
 

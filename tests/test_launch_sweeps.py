@@ -9,17 +9,20 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import submitit
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
+import launch.sweep as sweep_module
 from launch.compare import find
-from launch.processes import lives
 from launch.submit import submit
 from launch.sweep import STATUS, Job, label_of, open_log, place, run_jobs, varied_keys
 from tests.datasets import write_dataset
@@ -209,10 +212,17 @@ job()
     until(tmp_path / "job.log", "saved")
 
 
-def until(file: Path, words: str) -> None:
+def runs(pid: int) -> bool:
+    """Also a process that has ended exists until its parent has heard of it."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def until(file: Path, words: str | re.Pattern[str]) -> None:
     """Waits until the words stand on a line of their own in the file."""
     deadline = time.monotonic() + 60
-    while not (file.exists() and words in file.read_text().splitlines()):
+    while not (file.exists() and any(re.fullmatch(words, line) for line in file.read_text().splitlines())):
         assert time.monotonic() < deadline, f"{words!r} does not come"
         time.sleep(0.05)
 
@@ -399,13 +409,41 @@ run_jobs(jobs, command=lambda _: [sys.executable, "-c", {LAUNCHES!r}], environme
     assert not (tmp_path / "s" / "01-i-2").exists()
 
 
-def test_a_job_whose_launcher_was_killed_has_ended_when_what_it_launched_has(tmp_path):
-    """Else the next job shares its GPUs with processes that nobody waits for."""
+RANKS = """
+import os, subprocess, sys, time
+ranks = [subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True) for _ in range(2)]
+time.sleep(1)
+print(*(rank.pid for rank in ranks), flush=True)
+os.kill(os.getpid(), 9) if sys.argv[2] == "is killed" else time.sleep(60)
+"""
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+
+
+def test_a_job_whose_launcher_was_killed_has_ended_when_its_ranks_have_saved(tmp_path):
+    """Each is in a session of its own, as torchrun's are. Else the next job shares its GPUs with processes that nobody sees."""
     jobs = place(tmp_path, [(["1"], "i=1", "1")])
-    pid = tmp_path / "pid"
-    dies = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {SAVES!r}]); open({str(pid)!r}, 'w').write(str(os.getpid())); os.kill(os.getpid(), 9)"
-    ended = run_jobs(jobs, command=lambda _: [sys.executable, "-c", dies], environment=lambda _: dict(os.environ), at_once=1)
-    assert ended == {jobs[0]: -9} and not lives(int(pid.read_text()))
+    words = [sys.executable, "-c", RANKS, SAVES, "is killed"]
+    ended = run_jobs(jobs, command=lambda _: words, environment=lambda _: dict(os.environ), at_once=1)
+    log = jobs[0].log.read_text().splitlines()
+    ranks = next(line for line in log if re.fullmatch(r"\d+ \d+", line)).split()
+    assert ended == {jobs[0]: -9} and log.count("saved") == 2
+    assert not any(runs(int(rank)) for rank in ranks)
+
+
+def test_ranks_that_are_deaf_do_not_outlive_their_sweep(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_module, "GRACE_SECONDS", 1)
+    jobs = place(tmp_path, [(["1"], "i=1", "1")])
+    words = [sys.executable, "-c", RANKS, DEAF, "is not"]
+
+    def stop() -> None:
+        until(jobs[0].log, re.compile(r"\d+ \d+"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(jobs, command=lambda _: words, environment=lambda _: dict(os.environ), at_once=1)
+    ranks = next(line for line in jobs[0].log.read_text().splitlines() if re.fullmatch(r"\d+ \d+", line)).split()
+    assert not any(runs(int(rank)) for rank in ranks)
 
 
 def test_each_job_has_gpus_of_its_own_where_there_are_enough(monkeypatch):

@@ -95,7 +95,7 @@ class Watch:
     """While it is open, this process ends soon after another one of the run has died on the same machine.
 
     Its GPU may be waiting for that one in a collective that never ends, and its main thread for the GPU: it would not
-    even hear a signal, and the launcher would kill it half a minute later, with a checkpoint on its way to the disk.
+    even hear a signal, and the launcher would kill it half a minute later or more, with a checkpoint on its way to the disk.
 
     busy  whether there is such a checkpoint: it is waited for
     """
