@@ -22,7 +22,7 @@ from typing import Any, Callable, TypeVar
 
 import hydra
 from hydra._internal.config_repository import ConfigRepository
-from hydra.errors import HydraException
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -204,7 +204,7 @@ def told_to_end(kept: str) -> Iterator[None]:
         if told:  # as the last loop was about to end
             sys.exit(128 + told[0])
     except SystemExit:
-        if told:
+        if told and os.environ.get("RANK", "0") == "0":
             print(f"ended by {told[0].name}: {kept}", file=sys.stderr, flush=True)
         raise
     finally:
@@ -247,11 +247,17 @@ def fingerprint(*parts: Any) -> str:
 
 def finished(out: Path, inputs: str) -> dict | None:
     """The summary that an earlier run left in `out`, if its `fingerprint` equals `inputs`."""
+    summary = _summary(out)
+    return summary if summary is not None and summary.get("fingerprint") == inputs else None
+
+
+def _summary(out: Path) -> dict | None:
+    """What an earlier run left in `out`."""
     try:
         summary = json.loads((out / "summary.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    return summary if isinstance(summary, dict) and summary.get("fingerprint") == inputs else None
+    return summary if isinstance(summary, dict) else None
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
@@ -307,6 +313,9 @@ def _finish(out: Path, summary: dict) -> None:
     line = summary.get("line") or scalars
     path = out / "summary.json"
     kept = finished(out, summary.get("fingerprint", ""))
+    if summary.get("plan") and (earlier := _summary(out)) and not earlier.get("plan"):  # which is of what was done
+        print(f"{summary['stage']}: {line}", flush=True)
+        return
     if kept is None or {**kept, "line": line} != {**summary, "line": line}:  # else an earlier run's, with its own line
         write_atomically(path, as_json(summary))
     print(f"{summary['stage']}: {line} (summary: {path})", flush=True)
@@ -331,6 +340,10 @@ def _explain(error: Exception, *, known: list[str]) -> str:
         wanted = re.search(r"[Mm]andatory value: (\w+)", str(cause))  # ${out} of hydra.run.dir names out
         key = wanted[1] if wanted else key
         return f"{key}=... is missing: give it on the command line, see --help"
+    if isinstance(error, InstantiationException) and isinstance(error.__cause__, HydraException):
+        return str(error.__cause__)
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key and key.startswith("hydra."):
+        return f"there is no option {key}: docs/sweeps.md has those of hydra.launcher, --hydra-help the rest"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         close = difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"

@@ -92,7 +92,8 @@ def read_ahead(places: Iterable[tuple[Shard, int]]) -> Iterator[Future[Record]]:
     free: list[bytearray] = []
     waiting: deque[tuple[Future[Record], bytearray]] = deque()
     num_bytes = 0  # of the buffers of those that wait
-    with ThreadPoolExecutor(_READERS) as threads:
+    threads = ThreadPoolExecutor(_READERS, "shard-reader")
+    try:
         for shard, i in places:
             size = shard.entries[i].size
             while waiting and (len(waiting) == _AHEAD or num_bytes + size > _AHEAD_BYTES):
@@ -107,6 +108,8 @@ def read_ahead(places: Iterable[tuple[Shard, int]]) -> Iterator[Future[Record]]:
             num_bytes += len(buffer)
         while waiting:
             yield waiting.popleft()[0]
+    finally:  # perhaps by the garbage collector, in a thread that holds what a wait for these would need
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 _opened: deque[weakref.ref[Shard]] = deque()  # in the order in which they were opened

@@ -19,7 +19,7 @@ import numpy as np
 
 from data.checksums import is_unchanged
 from data.lanes import Lanes, OpenShard, Planned
-from data.manifest import FILE, Entry, Manifest, ShardInfo, claim_split, finished_ids, manifest_lock
+from data.manifest import FILE, Entry, Manifest, ShardInfo, claim_split, finished_ids, is_written, manifest_lock
 from data.mapped import Shard, read_ahead
 from data.schema import SPLITS, Provenance, Record, check_record, check_same
 from data.storage import Remote
@@ -58,9 +58,10 @@ class ShardWriter:
         self._lock = claim_split(self.out, split)
         try:
             with manifest_lock(self.out):
-                if (self.out / FILE).exists():
-                    self._check(Manifest.load(self.out), part)
-                else:
+                found = Manifest.load(self.out) if (self.out / FILE).exists() else None
+                if found and (found.shards or is_written(self.out, without=split)):
+                    self._check(found, part)
+                else:  # nothing, or what a run that captured nothing has left
                     Manifest(provenance=provenance, part=part).save(self.out)
                 leftovers = [*self.out.glob(f".{split}-*.tmp"), *self.out.glob(f".{FILE}.*.tmp")]
                 for leftover in leftovers:  # whoever wrote them was killed: we hold both locks

@@ -79,7 +79,9 @@ async def _capture(server: Server, sequences: list[Tensor]) -> list[dict[int, Ca
                 )
             )  # fmt: skip
     except (ServerGone, RequestFailed, RequestRefused) as error:
-        raise server.failure(f"the wiring probe got no states ({error})", cure="see the server's log") from error
+        longer = "engine.max_total_tokens and engine.context_length must have room for some hundred tokens"
+        cure = longer if "Input length" in str(error) else "see the server's log"
+        raise server.failure(f"the wiring probe got no states ({error})", cure=cure) from error
 
 
 def probe_drafter(

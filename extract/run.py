@@ -88,10 +88,10 @@ class Extraction:
             return {**done, "line": f"nothing to do, {out} holds all {len(wanted)} records"}
 
         if config.plan:  # changes nothing: a run may be at work there
-            if (out / FILE).exists():
-                check_same(Manifest.load(out).provenance, self.provenance, where=str(out))
+            if (out / FILE).exists() and (there := Manifest.load(out)).shards:
+                check_same(there.provenance, self.provenance, where=str(out))
             plan = self._said_plan(wanted, without=changed)
-            return {**asdict(replace(plan, out=str(out))), "line": plan.line}
+            return {"plan": True, **asdict(replace(plan, out=str(out))), "line": plan.line}
         self._prepare(prompts, without=changed)
         self._said_plan(wanted).require_room()
         captured = self._capture(wanted, start=start, uploader=uploader)

@@ -64,8 +64,8 @@ class Run:
         return best["tau"] if best else self.summary.get("best_tau", self.summary.get("tau"))
 
     @property
-    def accuracy(self) -> list[float]:
-        """By depth, 0 .. 1, given the earlier drafts right; on the validation shards, where tau was best."""
+    def accuracy(self) -> list[float | None]:
+        """By depth, 0 .. 1, given the earlier drafts right; on the validation shards, where tau was best. None: not seen."""
         best = self.best or {}
         return (best.get("validation") or {}).get("acc") or self.summary.get("acc") or []
 
@@ -139,7 +139,8 @@ def table(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
     header += ["dollars"] if prices else []
     rows = []
     for run in sorted(runs, key=lambda run: -(run.tau or 0)):
-        accuracy = [f"{100 * run.accuracy[k]:.1f}" if k < len(run.accuracy) else "" for k in range(depths)]
+        accuracy = [f"{100 * acc:.1f}" if acc is not None else "-" for acc in run.accuracy]
+        accuracy += [""] * (depths - len(accuracy))
         speed, seconds = run.tokens_per_second, run.seconds
         row = [run.name, *(_short(run.config.get(key)) for key in keys), f"{run.tau:.3f}" if run.tau else "-", *accuracy]
         row += [f"{speed:,.0f}" if speed else "-", f"{seconds / 3600:.2f}" if seconds else "-"]

@@ -81,7 +81,7 @@ def main(config: RecodeConfig) -> dict:
         "bytes_per_token": round(after / num_tokens, 1),
         "share": round(after / before, 4),
         "line": f"{num_tokens} tokens as {codec.name} in {out}: {after / 1e9:.2f} GB, {100 * after / before:.1f} % of "
-        f"{found.codec}'s",
+        f"{found.codec}'s" + ("" if Manifest.load(out).complete else "; it is not complete, as its source is not"),
     }
 
 

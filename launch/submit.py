@@ -81,7 +81,12 @@ def submit(jobs: list[Job], *, command: Callable[[Job], list[str]], cluster: Any
     new = [job for job in jobs if job not in queued]
     if queued:
         print(f"{len(queued)} jobs are queued or run since an earlier command: waiting for them", flush=True)
-    executor = submitit.AutoExecutor(folder=logs, cluster=cluster.executor)
+    try:
+        executor = submitit.AutoExecutor(folder=logs, cluster=cluster.executor)
+    except RuntimeError as error:
+        raise ValueError(
+            f"no SLURM here ({error}): start the sweep where sbatch is, or try it out with hydra.launcher.cluster.executor=local"
+        ) from error
     wanted = {name: getattr(cluster, name) for name in ("gpus_per_node", "cpus_per_task", "mem_gb")}
     if cluster.executor == "slurm":
         wanted |= {"slurm_partition": cluster.partition, "slurm_account": cluster.account}

@@ -202,7 +202,8 @@ def run_jobs(
                 job = futures.pop(future)
                 ended[job] = future.result()
                 bar.update()
-                bar.write(f"{'ended  ' if ended[job] == 0 else 'FAILED '} {job.out}: "
+                word = "ended  " if ended[job] == 0 else "stopped" if stopped else "FAILED "
+                bar.write(f"{word} {job.out}: "
                           f"{outcome(job, ended[job])}, {time.monotonic() - started[job]:.0f} s")  # fmt: skip
             if stopped:
                 _stop(running, lock, futures)

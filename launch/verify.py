@@ -160,12 +160,14 @@ def verify(path: Path | str, *, progress: bool = False, alone: bool = False) -> 
 
 def _check_shard(shard: Shard, found: Verified, seen: dict[str, str], bar: tqdm) -> None:
     file = shard.folder / shard.info.name
+    before = found.records, found.tokens, found.supervised
     with ThreadPoolExecutor(1) as thread:  # hashing does not hold the interpreter
         unchanged = thread.submit(is_unchanged, file, shard.info.checksum, read=bar.update)
         _check_members(file, shard, found)
         _check_records(shard, found, seen)
         if not unchanged.result():
             found.add(file.name, "its checksum is not the manifest's: bytes changed on the disk")
+            found.records, found.tokens, found.supervised = before  # which of them changed is not known
 
 
 def _check_members(file: Path, shard: Shard, found: Verified) -> None:

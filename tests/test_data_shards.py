@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import io
 import json
@@ -148,6 +149,16 @@ def test_another_provenance_does_not_join_a_dataset(tmp_path: Path):
         writer_of(tmp_path, provenance=replace(PROVENANCE, boundaries=(2, 3, 4)))
     with pytest.raises(ValueError, match="holds bf16 records, this run writes fp32"):
         writer_of(tmp_path, provenance=replace(PROVENANCE, codec="fp32"))
+
+
+def test_what_a_run_that_wrote_nothing_has_left_is_no_dataset_of_another_kind(tmp_path: Path):
+    """Unless somebody is about to write to it."""
+    other = replace(PROVENANCE, codec="fp32", boundaries=(2, 3, 4))
+    writer_of(tmp_path).close()
+    with writer_of(tmp_path, split="validation"), pytest.raises(ValueError, match="at boundaries"):
+        writer_of(tmp_path, provenance=other)
+    writer_of(tmp_path, provenance=other).close()
+    assert Manifest.load(tmp_path).provenance == other
 
 
 def test_a_second_writer_of_a_split_is_refused(tmp_path: Path):
@@ -300,6 +311,22 @@ def test_a_scan_reads_every_record_in_its_order(tmp_path: Path, monkeypatch, ahe
     assert count == 40 and next(reader.scan()).id == "r0", "it may be left early"
 
 
+def test_a_scan_that_is_left_waits_for_no_thread(tmp_path: Path, monkeypatch):
+    """The garbage collector closes it in any thread, also in one that is just being started: to wait there never ends."""
+    shutdown, waited = mapped.ThreadPoolExecutor.shutdown, []
+
+    def watched(self, wait=True, *, cancel_futures=False):
+        waited.append(wait)
+        shutdown(self, wait, cancel_futures=cancel_futures)
+
+    monkeypatch.setattr(mapped.ThreadPoolExecutor, "shutdown", watched)
+    reader = ShardReader(dataset_of(tmp_path, [record_of(f"r{i}") for i in range(9)]), split="train")
+    waited.clear()
+    assert next(reader.scan()).id == "r0" and len(list(reader.scan())) == 9
+    gc.collect()
+    assert waited == [False, False]
+
+
 def test_a_scan_keeps_no_long_records_buffer_for_short_ones(tmp_path: Path, monkeypatch):
     records = [record_of(f"r{i}", num_tokens=90 if i % 5 == 0 else 3) for i in range(40)]
     reader = ShardReader(dataset_of(tmp_path, records, shard_bytes=9000), split="train")
@@ -386,7 +413,8 @@ def test_a_dataset_that_was_replaced_while_it_was_read_is_refused(tmp_path: Path
 
 
 def test_a_part_is_continued_only_as_the_same_part(tmp_path: Path):
-    ShardWriter(tmp_path, provenance=PROVENANCE, split="train", shard_bytes=1, part="1/4").close()
+    with ShardWriter(tmp_path, provenance=PROVENANCE, split="train", shard_bytes=1, part="1/4") as writer:
+        writer.write(record_of("a"))
     assert Manifest.load(tmp_path).part == "1/4"
     with pytest.raises(ValueError, match="is part=1/4, this run makes part=2/4"):
         ShardWriter(tmp_path, provenance=PROVENANCE, split="train", shard_bytes=1, part="2/4")

@@ -173,7 +173,7 @@ def test_prompts_survive_the_disk(tokenizer, tmp_path):
 
 
 def test_prompts_that_are_missing_or_damaged_are_named(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="holds no prompts: make them with python data/main.py"):
+    with pytest.raises(ValueError, match="holds no prompts: make them with python data/main.py conversations=FILE out="):
         PromptSet.load(tmp_path)
     run(tokenizing_of(tokenizer), {"text": "a b"}).save(tmp_path)
     (tmp_path / "prompts.jsonl").write_text("")

@@ -215,6 +215,9 @@ def test_a_plan_may_be_asked_for_while_a_run_is_at_work(prompts, models, tmp_pat
     with claim(tmp_path / ".run.lock", taken="", cure=""), claim_split(tmp_path, "train"):
         main()
         assert f"to capture: {NUM_ROWS} records" in capsys.readouterr().out
+        (tmp_path / "summary.json").write_text('{"stage": "extract", "records": 7}')
+        main()
+    assert json.loads((tmp_path / "summary.json").read_text())["records"] == 7, "which is of what was done"
     assert not (tmp_path / "manifest.json").exists() and not (tmp_path / "vocabulary.safetensors").exists()
 
 

@@ -105,6 +105,14 @@ def test_bytes_that_a_dying_disk_left_hide_no_other_run(sweep):
     assert [len(run.rows) for run in find(sweep)] == [6, len(before), 0]
 
 
+def test_a_run_without_validation_figures_hides_no_other(sweep):
+    """Its summary has null for what never happened."""
+    write_run(sweep / "03", config={"tracker": {"run_name": "nothing held out"}}, taus=[], summary={"best_tau": None, "acc": [None, None]})
+    (sweep / "03" / "metrics.jsonl").write_text("")
+    _, rows = table(find(sweep))
+    assert len(rows) == 4 and next(row for row in rows if row[0] == "nothing held out")[-4:-2] == ["-", "-"]
+
+
 def test_a_validation_that_generated_nothing_is_not_the_best(sweep):
     with (sweep / "00" / "metrics.jsonl").open("r+") as file:
         rows = file.read()

@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from data.config import TargetConfig, told_to_end
 from launch.config import QuickstartConfig, StageOptions
 from launch.figure import draw, running_mean
-from launch.quickstart import plan, report, require_held_out, run, target_options
+from launch.quickstart import EXAMPLES, plan, report, require_held_out, run, target_options
 from tests.records import dataset_of, record_of
 
 
@@ -75,6 +75,17 @@ def test_a_good_run_is_summed_up(finished_run):
     assert all(summary["promises"].values())
 
 
+def test_of_other_conversations_no_tau_is_promised(finished_run):
+    settings, folders = finished_run
+    for stage in ("evaluate", "bench"):
+        found = json.loads((folders[stage] / "summary.json").read_text())
+        write(folders[stage], "summary.json", {**found, "tau": 1.1})
+    assert all(report(settings, folders, SECONDS)["promises"].values())
+    settings.conversations = str(EXAMPLES)
+    with pytest.raises(ValueError, match="offline tau > 1.15"):
+        report(settings, folders, SECONDS)
+
+
 @pytest.mark.parametrize(
     ("stage", "found", "promise"),
     [
@@ -87,6 +98,7 @@ def test_a_good_run_is_summed_up(finished_run):
 )
 def test_a_broken_promise_ends_the_run_with_its_name(finished_run, stage: str, found: dict, promise: str):
     settings, folders = finished_run
+    settings.conversations = str(EXAMPLES)
     before = json.loads((folders[stage] / "summary.json").read_text())
     write(folders[stage], "summary.json", {**before, **found})
     with pytest.raises(ValueError, match=promise):

@@ -412,7 +412,11 @@ run_jobs(jobs, command=lambda _: [sys.executable, "-c", {LAUNCHES!r}], environme
 RANKS = """
 import os, subprocess, sys, time
 ranks = [subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True) for _ in range(2)]
-time.sleep(1)
+def hears(pid):  # SIGTERM, which it handles or ignores
+    said = dict(line.split(":", 1) for line in open(f"/proc/{pid}/status"))
+    return (int(said["SigCgt"], 16) | int(said["SigIgn"], 16)) >> 14 & 1
+while not all(hears(rank.pid) for rank in ranks):
+    time.sleep(0.05)
 print(*(rank.pid for rank in ranks), flush=True)
 os.kill(os.getpid(), 9) if sys.argv[2] == "is killed" else time.sleep(60)
 """
@@ -424,10 +428,9 @@ def test_a_job_whose_launcher_was_killed_has_ended_when_its_ranks_have_saved(tmp
     jobs = place(tmp_path, [(["1"], "i=1", "1")])
     words = [sys.executable, "-c", RANKS, SAVES, "is killed"]
     ended = run_jobs(jobs, command=lambda _: words, environment=lambda _: dict(os.environ), at_once=1)
-    log = jobs[0].log.read_text().splitlines()
-    ranks = next(line for line in log if re.fullmatch(r"\d+ \d+", line)).split()
-    assert ended == {jobs[0]: -9} and log.count("saved") == 2
-    assert not any(runs(int(rank)) for rank in ranks)
+    before, ranks, after = re.split(r"^(\d+ \d+)$", jobs[0].log.read_text(), flags=re.MULTILINE)
+    assert ended == {jobs[0]: -9} and after.count("saved") == 2
+    assert not any(runs(int(rank)) for rank in ranks.split())
 
 
 def test_ranks_that_are_deaf_do_not_outlive_their_sweep(tmp_path, monkeypatch):

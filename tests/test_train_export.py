@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -152,6 +153,20 @@ def test_an_export_replaces_an_earlier_one_and_no_other_folder(target_folder, tm
     (tmp_path / "run" / "export" / "summary.json").write_text("{}")
     exported(target_folder, tmp_path / "run" / "export", norm_output=True)
     assert load_drafter(tmp_path / "run" / "export")[1]["norm_output"] is True
+    with pytest.raises(ValueError, match="export holds an export for sglang, which one for vllm would replace"):
+        exported(target_folder, tmp_path / "run" / "export", engine="vllm")
+
+
+def test_an_export_may_be_read_by_whom_the_umask_lets(target_folder, tmp_path):
+    """Its server may be another user's, or in a container."""
+    before = os.umask(0o022)
+    try:
+        exported(target_folder, tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in (tmp_path / "out").iterdir()} == {
+        "config.json": "0o644", "model.safetensors": "0o644",
+    }  # fmt: skip
 
 
 def test_a_folder_that_is_no_drafter_is_refused(tmp_path):

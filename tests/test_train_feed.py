@@ -91,8 +91,8 @@ def test_the_workers_outlive_a_sigterm_that_is_not_their_runs(shards):
     steps = iter(feed)
     found = [feed.next_batch() for _ in range(next(steps)[0])]  # a worker has started
     (worker,) = [child for child in psutil.Process().children() if child.pid not in before]
-    for _ in range(2):
-        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+    for name in ("TERM", "TERM", "INT", "HUP"):
+        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
     found += [feed.next_batch() for num, _ in steps for _ in range(num)]
     assert Counter(id for one in found for id in one.batch.ids) == Counter(entry.id for entry in reader.entries)
     feed.close()

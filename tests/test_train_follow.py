@@ -24,7 +24,7 @@ from data.shards import ShardReader, ShardWriter
 from data.storage import Uploader
 from tests.conftest import CONF
 from tests.launched import losses, options, same, tensors
-from train import follow, main
+from train import follow, loop, main
 from train.config import BatchConfig, TrainConfig
 from train.follow import Planner
 
@@ -172,6 +172,30 @@ def test_a_run_that_is_told_to_end_before_its_first_step_goes_on_as_if_it_was_no
     train(options(tmp_path / "shards", run, tiny_llama, **changes))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "validation" in line] == [5, 10]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_and_a_closed_terminal_save_as_sigterm_does(shards, tiny_llama, tmp_path, monkeypatch, capsys, number):
+    """And Ctrl-C once more, while it saves, ends it at once."""
+    step, went_on = loop.Trainer._step, []
+
+    def told(self, *arguments):
+        os.kill(os.getpid(), number)
+        return step(self, *arguments)
+
+    def told_again(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        went_on.append(True)
+
+    monkeypatch.setattr(loop.Trainer, "_step", told)
+    with pytest.raises(SystemExit, match=str(128 + number)):
+        train(options(shards, tmp_path / "run", tiny_llama, epochs=1))
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-000001"]
+    monkeypatch.setattr(loop.Trainer, "_save", told_again)
+    with pytest.raises(SystemExit, match="130"):
+        train(options(shards, tmp_path / "again", tiny_llama, epochs=1))
+    assert not went_on and "ended by SIGINT: checkpoints that it saved are kept" in capsys.readouterr().err
 
 
 def test_a_complete_dataset_without_a_train_split_is_not_waited_for(shards, tiny_llama, tmp_path):

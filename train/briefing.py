@@ -52,6 +52,8 @@ def briefing(
         "work": _work(config, shape, reader, name=name, devices=num_processes),
         "checkpoints": f"{_size(saved)} each, at most {_size(kept)} in {config.out} ({_size(_free(Path(config.out)))} free there)",
     }  # fmt: skip
+    if not (reader.complete or config.follow):
+        lines["data"] += f"\n  {'':<12} NOT COMPLETE: its extraction has not ended: run that to its end first, or set follow=true"
     if kept > _free(Path(config.out)):
         lines["checkpoints"] += ": TOO LITTLE: set keep_checkpoints=1, or another out="
     return "\n".join(f"  {label:<12} {text}" for label, text in lines.items() if text)

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -79,16 +79,21 @@ class RunState:
 
     def check_continues(self, checkpoint: Path, found: RunState) -> None:
         """Raises ValueError naming both sides where `found`, read from `checkpoint`, is of another run than this."""
-        changed = [
-            f"{key}={found.fingerprint.get(key)} there, {value} here"
-            for key, value in self.fingerprint.items()
-            if found.fingerprint.get(key) != value
-        ]
+        there, here = _by_option(found.fingerprint), _by_option(self.fingerprint)
+        changed = [f"{key}={there.get(key)} there, {value} here" for key, value in here.items() if there.get(key) != value]
         if changed:
             raise ValueError(
                 f"{checkpoint} belongs to a run with other settings ({'; '.join(changed[:3])}): choose another out=, "
                 "or remove the folder"
             )
+
+
+def _by_option(settings: dict, prefix: str = "") -> dict[str, Any]:
+    """optim.lr -> its value."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= _by_option(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 def write(folder: Path, files: Mapping[str, dict[str, Tensor]], state: dict) -> Path:
@@ -104,7 +109,7 @@ def write(folder: Path, files: Mapping[str, dict[str, Tensor]], state: dict) -> 
     try:
         partial.mkdir(parents=True)
         for name, tensors in files.items():
-            save_file(tensors, partial / f"{name}.safetensors")
+            save_tensors(tensors, partial / f"{name}.safetensors")
         (partial / "state.json").write_text(json.dumps(state, indent=1))
         for path in (*partial.iterdir(), partial):
             _sync(path)
@@ -119,6 +124,14 @@ def write(folder: Path, files: Mapping[str, dict[str, Tensor]], state: dict) -> 
             "same command continues from the last of them"
         ) from error
     return final
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """As safetensors' save_file, which makes a file that only its owner may read: a server may be another user's."""
+    file.touch()
+    mode = file.stat().st_mode & 0o777  # as the umask has it
+    save_file(tensors, file, metadata)
+    file.chmod(mode)
 
 
 def latest(folder: Path) -> Path | None:

@@ -119,6 +119,11 @@ class BatchConfig:
     def __post_init__(self):
         if (self.conversations_per_step is None) == (self.packs_per_step is None):
             raise ValueError("set exactly one of batch.conversations_per_step and batch.packs_per_step")
+        for name in ("tokens_per_pack", "conversations_per_step", "packs_per_step"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"batch.{name} is {value}: it must be positive")
+        if self.num_workers < 0:
+            raise ValueError(f"batch.num_workers is {self.num_workers}: it must be 0 or more")
 
 
 @dataclass

@@ -18,13 +18,13 @@ import shutil
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from data.boundaries import LAYER_IDS, architecture_of, engine_layer_ids, text_config
 from data.config import stage
 from data.embedded import ensure_target
-from train.checkpoint import check_fit, read_served, read_state
+from train.checkpoint import check_fit, read_served, read_state, save_tensors
 from train.config import ExportConfig
 from train.model import Drafter
 from train.shape import DrafterShape
@@ -51,7 +51,7 @@ def export(
     cannot be told these boundaries, or when `out` holds what no export wrote: it is replaced as a whole.
     """
     _check(weights, shape, where="the checkpoint")
-    check_replaceable(out)
+    check_replaceable(out, engine=engine)
     ids = layer_ids(boundaries, target_path, engine=engine, engine_version=engine_version)
     config = _config(shape, text_config(target_path), layer_ids=ids, engine=engine)
     config["eyas"] = {"boundaries": list(boundaries), "depths": depths, "target": target_name, "engine": engine}
@@ -63,7 +63,7 @@ def export(
             _served_name(name, engine): tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
             for name, tensor in weights.items()
         }
-        save_file(
+        save_tensors(
             {n: t.cpu().contiguous() for n, t in tensors.items()}, partial / "model.safetensors", {"format": "pt"}
         )
         (partial / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -78,13 +78,19 @@ def export(
     return config
 
 
-def check_replaceable(out: Path) -> None:
-    """Raises ValueError when `out` holds what no export wrote."""
+def check_replaceable(out: Path, *, engine: str) -> None:
+    """Raises ValueError when `out` holds what no export wrote, or an export for another engine."""
     others = sorted({path.name for path in out.iterdir()} - WRITTEN) if out.exists() else []
     if others:
         raise ValueError(
             f"{out} holds {', '.join(others[:3])}, and an export replaces all of it: move that, or choose another out="
         )
+    try:
+        found = json.loads((out / "config.json").read_text())["eyas"]["engine"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if found != engine:
+        raise ValueError(f"{out} holds an export for {found}, which one for {engine} would replace: choose another out=")
 
 
 def layer_ids(boundaries: list[int], target_path: Path, *, engine: str, engine_version: str) -> list[int]:

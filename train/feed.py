@@ -206,13 +206,15 @@ class Ahead:
 
 
 def _end_only_by_parent(worker: int) -> None:
-    """A launcher sends SIGTERM to the loader's workers too, while the run still takes a step and saves."""
+    """A launcher, or a terminal, tells the loader's workers to end too, while the run still takes a step and saves."""
 
     def hear() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
             pass
         os._exit(0)
 
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=hear, name="sigterm", daemon=True).start()
 

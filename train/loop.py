@@ -28,7 +28,6 @@ from train.tracking import Tracker, costs
 from train.unroll import TrainingTimeTest
 from train.writer import CheckpointWriter
 
-TERMINATED = 143  # exit status of a run that was told to end: 128 + SIGTERM, as shells say it
 
 
 class Trainer:
@@ -282,7 +281,7 @@ class Trainer:
         bar.write(f"told to end: step {self.state.step} is saved, the same command goes on from there")
         self.close()
         self.accelerator.state.destroy_process_group()
-        raise SystemExit(TERMINATED)
+        raise SystemExit(self.termination.status)
 
     def _resumed(self) -> dict[str, dict[str, Tensor]] | None:
         """Take the state of the newest complete checkpoint of this very run, and return its tensors; None without one."""

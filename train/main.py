@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from data.boundaries import text_config
-from data.config import finished, fingerprint, stage
+from data.config import finished, fingerprint, stage, told_to_end
 from data.embedded import ensure_target
 from data.shards import ShardReader
 from data.storage import local_folder
@@ -37,6 +37,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32, 
 
 
 @stage("train")
+@told_to_end("checkpoints that it saved are kept, the same command continues")
 def main(config: TrainConfig) -> dict:
     out, shards = Path(config.out), (wait_for_shards if config.follow else local_folder)(config.shards)
     inputs = fingerprint(asdict(config), "growing" if config.follow else shards / "manifest.json")
@@ -56,7 +57,7 @@ def main(config: TrainConfig) -> dict:
     layer_ids(
         config.target.boundaries, target_path, engine=config.export_engine, engine_version=config.export_engine_version
     )  # the export comes last: what it cannot be told is said now, and where it cannot be
-    check_replaceable(out / "export")
+    check_replaceable(out / "export", engine=config.export_engine)
     accelerator.print(
         briefing(
             config,

@@ -32,19 +32,35 @@ def only_run(out: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 class Termination:
-    """While it is open, SIGTERM only leaves a note; the loop looks at it after each step and saves."""
+    """While it is open, SIGTERM, Ctrl-C and a terminal that is closed only leave a note; the loop looks at it after each
+    step and saves. Ctrl-C once more is what it was before.
+    """
 
-    asked = False
+    number: int | None = None  # of the first signal
 
     def __enter__(self) -> Termination:
-        self.before = signal.signal(signal.SIGTERM, self._note)
+        told = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        self.before = {n: signal.signal(n, self._note) for n in told if signal.getsignal(n) != signal.SIG_IGN}
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    @property
+    def asked(self) -> bool:
+        return self.number is not None
+
+    @property
+    def status(self) -> int:
+        """The exit status of a run that was told to end, here or in another process: as shells say it."""
+        return 128 + (self.number or signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        if self.asked and number == signal.SIGINT:
+            signal.signal(number, self.before[number])
+            signal.raise_signal(number)
+        self.number = self.number or number
 
 
 class Agreement:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import uuid
 from dataclasses import asdict
 from pathlib import Path
@@ -167,7 +168,11 @@ def wandb_mode(asked: str) -> str:
         return asked
     import wandb
 
-    return "online" if wandb.api.api_key else "offline"
+    try:
+        return "online" if wandb.login(prompt=False) else "offline"
+    except wandb.Error as error:
+        print(f"W&B is not reached with the key that is here ({error}): kept offline, `wandb sync` sends it later", file=sys.stderr)
+        return "offline"
 
 
 def git_commit() -> dict:

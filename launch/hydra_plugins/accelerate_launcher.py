@@ -11,6 +11,7 @@ needs a process of its own. Found by its place alone: data/config.py puts launch
 # dataclasses would look the names up.
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -126,7 +127,8 @@ class AccelerateLauncher(Launcher):
             try:
                 ended = run_jobs(todo, command=self._command, environment=self._environment, at_once=self.jobs)
             except KeyboardInterrupt:
-                raise HydraException("stopped; what had begun has saved a checkpoint, and the same command goes on") from None
+                print("stopped; what had begun has saved a checkpoint, and the same command goes on", file=sys.stderr, flush=True)
+                sys.exit(128 + signal.SIGINT)
         returns = []
         for job, told in zip(jobs, job_overrides):
             status = ended.get(job, 0)
