@@ -179,7 +179,7 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
 
 
 @contextlib.contextmanager
-def told_to_end(kept: str) -> Iterator[None]:
+def told_to_end(kept: str | Callable[[], str]) -> Iterator[None]:
     """Inside, SIGTERM, Ctrl-C and a terminal that is closed end the run with one line, which ends with `kept`: what of it
     is there, and what to do. Servers that were started inside go with it. What the caller ignores (nohup) stays so.
     An asyncio loop ends between two callbacks; told twice, it ends at once.
@@ -205,7 +205,8 @@ def told_to_end(kept: str) -> Iterator[None]:
             sys.exit(128 + told[0])
     except SystemExit:
         if told and os.environ.get("RANK", "0") == "0":
-            print(f"ended by {told[0].name}: {kept}", file=sys.stderr, flush=True)
+            words = kept if isinstance(kept, str) else kept()
+            print(f"ended by {told[0].name}: {words}", file=sys.stderr, flush=True)
         raise
     finally:
         for number, handler in before.items():

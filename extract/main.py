@@ -16,6 +16,7 @@ from typing import BinaryIO  # noqa: E402
 from data.config import stage, told_to_end  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
 from data.locks import claim  # noqa: E402
+from data.manifest import finished_ids  # noqa: E402
 from data.prepare import prepare_answers  # noqa: E402
 from extract.command import Capturing, how_to_start  # noqa: E402
 from extract.config import ExtractConfig  # noqa: E402
@@ -27,7 +28,12 @@ from extract.server import Server  # noqa: E402
 @stage("extract")
 def main(config: ExtractConfig) -> dict:
     target, out = ensure_target(config.target), Path(config.out)
-    with told_to_end("what is finished is kept, the same command continues"), ExitStack() as stack:
+
+    def kept() -> str:
+        there = "answers" if config.mode == "generate" else f"{len(finished_ids(out))} records in finished shards"
+        return f"{there} are kept, the same command continues"
+
+    with told_to_end(kept), ExitStack() as stack:
         only_tells = config.mode == "command" or (config.mode == "extract" and config.plan)
         if not only_tells:
             stack.enter_context(only_run(out))

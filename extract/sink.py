@@ -100,7 +100,12 @@ def extract(
                     on_finished=uploader.send if uploader else lambda: None,
                 ) as writer, ended_first(server):  # fmt: skip
                     stream = _Stream(server, writer, extracted, progress, forecast, retries=retries, head=head)
-                    asyncio.run(stream.run(missing, in_flight_bytes=in_flight_bytes))
+                    try:
+                        asyncio.run(stream.run(missing, in_flight_bytes=in_flight_bytes))
+                    except SystemExit:  # told to end
+                        server.stop()
+                        writer.close()  # what has arrived is complete
+                        raise
                     writer.finish()
         forecast.end()
     if extracted.failed:

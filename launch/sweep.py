@@ -223,7 +223,9 @@ def open_log(file: Path | str, command: list[str]) -> IO[bytes]:
 def outcome(job: Job, status: int) -> str:
     """What became of a job that ended with this exit status, in words."""
     if status:
-        return f"status {status}, {job.last_words()}"
+        words = job.last_words()
+        memory = " (killed: was the memory full? dmesg says)" if status == -signal.SIGKILL or "SIGKILL" in words else ""
+        return f"status {status}, {words}{memory}"
     return f"tau {tau:.3f}" if (tau := best_tau(job)) is not None else "finished"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from aiohttp import web
 
 from data.codecs import TeacherHead
+from data.config import told_to_end
 from data.manifest import Manifest, finished_ids
 from data.prompts import Prompt
 from data.schema import Provenance
@@ -252,6 +255,25 @@ def test_where_every_group_fails_at_once_their_prompts_are_not_all_asked_at_once
     with StandIn(tmp_path / "spool", lambda name, attempt: "fails" if attempt == 0 else "slow") as server:
         assert run(server, tmp_path / "out", rows, in_flight_bytes=1 << 24).records == 400
     assert 20 <= server.most_requests_out <= 20 + -(-400 // groups.PROMPTS)
+
+
+def test_a_run_that_is_told_to_end_keeps_what_has_arrived(tmp_path):
+    """Though its shard is far from full; the same call continues."""
+    rows = prompts(40)
+
+    def said(name: str, attempt: int) -> str:
+        if name == "train-30":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return "fine"
+
+    with StandIn(tmp_path / "spool", said) as server:
+        with pytest.raises(SystemExit, match="143"), told_to_end("it is kept"):
+            run(server, tmp_path / "shards", rows, in_flight_bytes=1)
+    kept = finished_ids(tmp_path / "shards")
+    assert kept == {f"train-{i}" for i in range(len(kept))} and 10 < len(kept) < 40
+    with StandIn(tmp_path / "spool") as server:
+        extracted = run(server, tmp_path / "shards", rows)
+    assert (extracted.earlier, extracted.records) == (len(kept), 40 - len(kept))
 
 
 def test_a_full_disk_ends_the_run_with_its_own_error_and_not_in_a_hang(tmp_path, monkeypatch):

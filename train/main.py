@@ -27,7 +27,7 @@ from train.export import check_replaceable, export, layer_ids
 from train.follow import wait_for_shards
 from train.loop import Trainer
 from train.progress import device_name, validated
-from train.running import only_run
+from train.running import memory_or_what_to_do, only_run
 from train.shape import DrafterShape
 from train.start import first_drafter
 from train.target import Target, check_shards
@@ -74,7 +74,7 @@ def main(config: TrainConfig) -> dict:
 
     if config.attention == "fused" and accelerator.device.type != "cuda":
         raise ValueError(f"attention=fused runs on CUDA, this is {device_name(accelerator.device)}: set attention=dense")
-    with only_run(out, accelerator):
+    with only_run(out, accelerator), memory_or_what_to_do(config, accelerator.device):
         summary = _trained(
             config,
             accelerator,

@@ -13,11 +13,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
 from data.locks import claim
+from train.config import TrainConfig
 
 
 @contextmanager
@@ -29,6 +31,23 @@ def only_run(out: Path, accelerator: Accelerator) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     with claim(out / ".run.lock", taken=f"another run trains in {out}", cure="stop it first, or choose another out="):
         yield
+
+
+@contextmanager
+def memory_or_what_to_do(config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Raises ValueError where the memory of the device, or of the machine, is not enough for what happens inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in said:
+            raise
+        cure = f"lower batch.tokens_per_pack, which is {config.batch.tokens_per_pack}"
+        if device.type == "cuda" and config.activation_checkpointing == "none":
+            cure += ", or set activation_checkpointing=layer"
+        if device.type == "cpu":
+            cure += "; experiment=quickstart is made for a laptop"
+        raise ValueError(f"out of memory ({said}): {cure}") from error
 
 
 class Termination:
