@@ -70,6 +70,7 @@ def _joined(chunks: list[Chunk]) -> Iterator[Chunk]:
     """The chunks that have something in them, small neighbours as one, large ones in parts."""
     for small, run in itertools.groupby(chunks, key=lambda chunk: len(chunk) < _JOIN_BYTES):
         if not small:
-            yield from (memoryview(chunk)[at : at + _PART_BYTES] for chunk in run for at in range(0, len(chunk), _PART_BYTES))
+            for chunk in map(memoryview, run):
+                yield from (chunk[at : at + _PART_BYTES] for at in range(0, len(chunk), _PART_BYTES))
         elif joined := b"".join(run):
             yield joined

@@ -99,7 +99,9 @@ class Manifest:
             raise ValueError(f"{file} lacks or adds a field ({error}): extract again") from error
         for shard in found.shards:
             if not is_checksum(shard.checksum):
-                raise ValueError(f"{file} has {shard.checksum!r} as the checksum of {shard.name}: restore it, or extract again")
+                raise ValueError(
+                    f"{file} has {shard.checksum!r} as the checksum of {shard.name}: restore it, or extract again"
+                )
         return found
 
 

@@ -57,7 +57,8 @@ def prepare(config: DataConfig) -> dict[str, Any]:
     for line in account.lines():
         print(line, file=sys.stderr)
     if account.kept == 0:
-        hint = "; the target answers questions with python extract/main.py mode=generate" if "no assistant turn" in account.refused else ""
+        unanswered = "no assistant turn" in account.refused
+        hint = "; the target answers questions with python extract/main.py mode=generate" if unanswered else ""
         raise ValueError(f"none of {account.rows} rows of {conversations} can be used, see the reasons above{hint}")
 
     vocabulary = Vocabulary.count(

@@ -101,10 +101,13 @@ class PromptSet:
             )
         except NotADirectoryError:
             raise ValueError(
-                f"{folder} is a file, and prompts are a folder: make it with python data/main.py conversations={folder} out=DIR"
+                f"{folder} is a file, and prompts are a folder: make it with python data/main.py conversations={folder} "
+                f"out=DIR"
             ) from None
         except FileNotFoundError:
-            raise ValueError(f"{folder} holds no prompts: make them with python data/main.py conversations=FILE out={folder}") from None
+            raise ValueError(
+                f"{folder} holds no prompts: make them with python data/main.py conversations=FILE out={folder}"
+            ) from None
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"the prompts in {folder} are damaged ({error}): run python data/main.py again") from error
         if len(loaded.offsets) != len(rows) + 1 or loaded.offsets[-1] != len(loaded.tokens):
