@@ -75,7 +75,7 @@ def test_a_good_run_is_summed_up(finished_run):
     assert all(summary["promises"].values())
 
 
-def test_of_other_conversations_no_tau_is_promised(finished_run):
+def test_of_other_conversations_no_more_is_promised_than_that_something_is_learned(finished_run):
     settings, folders = finished_run
     for stage in ("evaluate", "bench"):
         found = json.loads((folders[stage] / "summary.json").read_text())
@@ -83,6 +83,12 @@ def test_of_other_conversations_no_tau_is_promised(finished_run):
     assert all(report(settings, folders, SECONDS)["promises"].values())
     settings.conversations = str(EXAMPLES)
     with pytest.raises(ValueError, match="offline tau > 1.15"):
+        report(settings, folders, SECONDS)
+    for stage in ("evaluate", "bench"):
+        found = json.loads((folders[stage] / "summary.json").read_text())
+        write(folders[stage], "summary.json", {**found, "tau": 1.0})
+    settings.conversations = "rows.jsonl"
+    with pytest.raises(ValueError, match="offline tau > 1.0"):
         report(settings, folders, SECONDS)
 
 
