@@ -91,7 +91,8 @@ class Job:
         text = re.split(rf"^{START}.*\n?", text, flags=re.MULTILINE)[-1]
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"error: |\w*(Error|Exception|Interrupt)\b", line)]
-        return (errors or lines or ["its log is empty"])[-1][:300]
+        saved = [line for line in lines if line.startswith("told to end: ")]  # a progress bar comes after it
+        return (errors or saved or lines or ["its log is empty"])[-1][:300]
 
 
 def varied_keys(jobs: list[list[str]], *, swept: set[str]) -> list[str]:

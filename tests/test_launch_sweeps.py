@@ -364,6 +364,9 @@ def test_last_words_are_those_of_the_last_start(tmp_path):
         assert job.last_words() == "its log is empty"
         log.write(b"step 1\rstep 2\n")
     assert job.last_words() == "step 2"
+    with job.log.open("ab") as log:
+        log.write(b"told to end: step 2 is saved\ntrain 2%\n")
+    assert job.last_words() == "told to end: step 2 is saved"
 
 
 def test_so_many_jobs_run_at_a_time_and_each_has_its_slot(tmp_path):
