@@ -137,11 +137,11 @@ class Server:
         process.kill()
         process.wait()
         deadline = time.monotonic() + STOP_SECONDS
-        while _group_exists(process.pid) or any(one.is_running() for one in self._schedulers):  # they write into the spool
+        while _group_runs(process.pid) or any(map(_runs, self._schedulers)):  # they write into the spool
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        with suppress(ProcessLookupError):  # or only zombies that nobody reaps, in a container without an init
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
     def failure(self, what: str, *, cure: str) -> ValueError:
@@ -350,12 +350,19 @@ def _processes(pids: list[int], *, since: float) -> list[psutil.Process]:
     return found
 
 
-def _group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _runs(process: psutil.Process) -> bool:
+    """Not so one that has ended, and of which its parent, or a container without an init, has not heard."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _group_runs(group: int) -> bool:
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and _runs(process):
+                return True
+    return False
 
 
 def _die_with_parent() -> None:
