@@ -25,12 +25,11 @@ from itertools import islice
 
 import torch
 
-from data.boundaries import logits_cap, text_config
 from data.codecs import Codec, TeacherHead, capped
 from data.manifest import Manifest
 from data.schema import Record, stored
 from data.shards import ShardReader
-from extract.capture import head_weight
+from extract.capture import teacher_head
 from launch.recode import recode, with_top_k
 from train.loss import Teacher
 
@@ -54,9 +53,7 @@ def main() -> None:
     parser.add_argument("--options", nargs="*", default=[], help="of train/main.py")
     options = parser.parse_args()
 
-    head = TeacherHead(
-        head_weight(options.target_path), device="cuda" if CUDA else "cpu", cap=logits_cap(text_config(options.target_path))
-    )
+    head = teacher_head(options.target_path, device="auto")
     before = Manifest.load(options.shards).provenance
     folders, result = {before.codec: options.shards}, {}
     for name in options.codecs:

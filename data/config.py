@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import difflib
 import functools
@@ -10,14 +9,12 @@ import hashlib
 import json
 import os
 import re
-import signal
 import sys
 import time
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import FrameType
 from typing import Any, Callable, TypeVar
 
 import hydra
@@ -179,41 +176,6 @@ def stage(config_name: str) -> Callable[[Callable[[Any], dict]], Callable[[], No
 
 
 @contextlib.contextmanager
-def told_to_end(kept: str | Callable[[], str]) -> Iterator[None]:
-    """Inside, SIGTERM, Ctrl-C and a terminal that is closed end the run with one line, which ends with `kept`: what of it
-    is there, and what to do. Servers that were started inside go with it. What the caller ignores (nohup) stays so.
-    An asyncio loop ends between two callbacks; told twice, it ends at once.
-    """
-    told: list[signal.Signals] = []
-
-    def end(number: int, frame: FrameType | None) -> None:
-        told.append(signal.Signals(number))
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            loop = None
-        if loop is None or len(told) > 1:
-            sys.exit(128 + number)
-        # raised here it may land in a callback of a library that takes every exception for its connection's
-        loop.call_soon_threadsafe(sys.exit, 128 + number)
-
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-        if told:  # as the last loop was about to end
-            sys.exit(128 + told[0])
-    except SystemExit:
-        if told and os.environ.get("RANK", "0") == "0":
-            words = kept if isinstance(kept, str) else kept()
-            print(f"ended by {told[0].name}: {words}", file=sys.stderr, flush=True)
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
 def folders_are_values(config_class: type, yaml: Path) -> Iterator[None]:
     """Inside, `drafter=DIR` is a value where the option is text that `yaml` takes from no group of that name.
 
@@ -313,11 +275,12 @@ def _finish(out: Path, summary: dict) -> None:
     scalars = ", ".join(f"{name} {value}" for name, value in summary.items() if isinstance(value, (int, float)))
     line = summary.get("line") or scalars
     path = out / "summary.json"
-    kept = finished(out, summary.get("fingerprint", ""))
-    if summary.get("plan") and (earlier := _summary(out)) and not earlier.get("plan"):  # which is of what was done
+    earlier = _summary(out) or {}
+    if summary.get("plan") and earlier and not earlier.get("plan"):  # which is of what was done
         print(f"{summary['stage']}: {line}", flush=True)
         return
-    if kept is None or {**kept, "line": line} != {**summary, "line": line}:  # else an earlier run's, with its own line
+    is_the_same = "fingerprint" in summary and {**earlier, "line": line} == {**summary, "line": line}
+    if not is_the_same:  # else the earlier run's stays, with its own line
         write_atomically(path, as_json(summary))
     print(f"{summary['stage']}: {line} (summary: {path})", flush=True)
 

@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from data.boundaries import logits_factor, text_config
+from data.boundaries import logits_cap, logits_factor, text_config
+from data.codecs import TeacherHead
 
 MEMORY_SHARE = 0.6  # of the free memory, that the reference's weights may take
 
@@ -117,6 +118,16 @@ def head_weight(target: Path) -> Tensor:
                 head = weights.get_tensor(name)
             return head if factor == 1.0 else (head.float() * factor).to(head.dtype)
     raise ValueError(f"{target} has no {suffixes[0]} in its safetensors: download the target again")
+
+
+def teacher_head(target: Path, *, device: str) -> TeacherHead:
+    """The target's head with the cap of its logits. device: auto | cpu | cuda
+
+    Raises ValueError as `head_weight` and TeacherHead do, torch.OutOfMemoryError if it does not fit.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return TeacherHead(head_weight(target), device=device, cap=logits_cap(text_config(target)))
 
 
 def _weight_files(target: Path) -> dict[str, Path]:

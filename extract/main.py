@@ -13,11 +13,12 @@ from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import BinaryIO  # noqa: E402
 
-from data.config import stage, told_to_end  # noqa: E402
+from data.config import stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
 from data.locks import claim  # noqa: E402
 from data.manifest import finished_ids  # noqa: E402
 from data.prepare import prepare_answers  # noqa: E402
+from data.signals import told_to_end  # noqa: E402
 from extract.command import Capturing, how_to_start  # noqa: E402
 from extract.config import ExtractConfig  # noqa: E402
 from extract.generate import FILE, generate  # noqa: E402

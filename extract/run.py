@@ -22,7 +22,7 @@ from data.shards import ShardReader, ShardWriter
 from data.storage import Uploader
 from data.vocab import check_tokenizer
 from extract.agreement import measure
-from extract.capture import head_weight
+from extract.capture import head_weight, teacher_head
 from extract.command import Capturing, installation
 from extract.config import ExtractConfig
 from extract.preflight import Plan, choose_spool
@@ -173,27 +173,19 @@ class Extraction:
         """The target's head, where the codec stores the tokens that it finds most likely."""
         if Codec.parse(self.config.codec).last != "topk":
             return None
-        device = self.config.head_device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            return TeacherHead(head_weight(self.target), device=device, cap=self._cap)
+            return teacher_head(self.target, device=self.config.head_device)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"the GPU has no room for the target's head beside its server ({error}): lower engine.mem_fraction, or "
                 f"set head_device=cpu, which is slow for a large vocabulary"
             ) from error
 
-    @property
-    def _cap(self) -> float | None:
-        """Of the target's logits."""
-        return logits_cap(text_config(self.target))
-
     def _agreement(self) -> dict[str, float]:
         """Of the supervised tokens with the target's own choice; warns if the answers are not its own."""
         if not self.config.keep_local:
             return {}  # the shards are elsewhere
-        found = measure(self.out, head_weight(self.target), cap=self._cap)
+        found = measure(self.out, head_weight(self.target), cap=logits_cap(text_config(self.target)))
         if found is None:
             return {}
         if found.warning:

@@ -70,7 +70,7 @@ class Server:
         self.hung = ""  # what was seen of it before it was ended for hanging
         self._process: subprocess.Popen | None = None
         self._watch: Watch | None = None
-        self._started, self._schedulers = time.time(), list[psutil.Process]()
+        self._made, self._schedulers = time.time(), list[psutil.Process]()
         self._stopping = threading.Event()
         self._claimed: list[BinaryIO] = []  # locks on the folders that it writes to
         self.spool_is_temporary = spool_is_temporary
@@ -180,7 +180,6 @@ class Server:
             capturing=self.capturing is not None and self.capturing.layer_ids is not None,
             drafting=self.drafting, trust_remote_code=self.trust_remote_code,
         )  # fmt: skip
-        self._started = time.time()
         added = environment(found, engine=self.engine, plugin=plugin, capturing=self.capturing)
         with log:
             self._process = subprocess.Popen(
@@ -296,7 +295,7 @@ class Server:
         self.num_ranks = len({about["rank"] for about in said})
         if self._process:
             self._watch.schedulers = [about["pid"] for about in said if "pid" in about]
-            self._schedulers = _processes(self._watch.schedulers, since=self._started - 2.0)
+            self._schedulers = _processes(self._watch.schedulers, since=self._made - 2.0)
         self.state_bytes = 4 if said[0]["dtype"] == "float32" else 2
 
 

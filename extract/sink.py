@@ -98,15 +98,15 @@ def extract(
                     part=part,
                     lanes=LANES,
                     on_finished=uploader.send if uploader else lambda: None,
-                ) as writer, ended_first(server):  # fmt: skip
+                ) as writer:
                     stream = _Stream(server, writer, extracted, progress, forecast, retries=retries, head=head)
                     try:
-                        asyncio.run(stream.run(missing, in_flight_bytes=in_flight_bytes))
+                        with ended_first(server):
+                            asyncio.run(stream.run(missing, in_flight_bytes=in_flight_bytes))
+                            writer.finish()
                     except SystemExit:  # told to end
-                        server.stop()
                         writer.close()  # what has arrived is complete
                         raise
-                    writer.finish()
         forecast.end()
     if extracted.failed:
         shown = "; ".join(f"{id} ({reason})" for id, reason in list(extracted.failed.items())[:3])
@@ -169,9 +169,7 @@ class _Stream:
                 finally:
                     await cancel([feeder, *(pending.get_nowait() for _ in range(pending.qsize()))])
         except* ServerGone as gone:
-            self._server.stop()
-            self._writer.close()  # what has arrived is complete
-            kept = len(finished_ids(self._writer.out))
+            kept = self._keep()
             error = gone.exceptions[0]
             raise self._server.failure(
                 f"the server ended while extracting ({error}); the {kept} records captured so far are in finished "
@@ -179,9 +177,7 @@ class _Stream:
                 cure="the same command continues there",
             ) from error
         except* AllFail as failed:
-            self._server.stop()
-            self._writer.close()
-            kept, spool = len(finished_ids(self._writer.out)), self._server.capturing.spool
+            kept, spool = self._keep(), self._server.capturing.spool
             raise self._server.failure(
                 f"{MAX_IN_A_ROW} prompts in a row could not be captured, the last {failed.exceptions[0]}; the {kept} "
                 f"records captured so far are in finished shards of {self._writer.out} and kept",
@@ -192,6 +188,12 @@ class _Stream:
             self._writer.fail(full.exceptions[0])
         except* ValueError as wrong:
             raise wrong.exceptions[0]
+
+    def _keep(self) -> int:
+        """Finishes what has arrived, which is complete, without the server; how many records there are then."""
+        self._server.stop()
+        self._writer.close()
+        return len(finished_ids(self._writer.out))
 
     async def _records(self, group: Group, captured: list[Captured | str]) -> list[Record]:
         """Of those that were captured; the others are noted."""

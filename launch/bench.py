@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dataclasses import asdict
 
-from data.config import finished, fingerprint, stage, told_to_end
+from data.config import finished, fingerprint, stage
 from data.embedded import ensure_target
+from data.signals import told_to_end
 from extract.command import installation
 from launch.ask import Run, ask
 from launch.config import BenchConfig

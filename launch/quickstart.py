@@ -22,8 +22,9 @@ from dataclasses import asdict
 from omegaconf import OmegaConf
 
 from data.boundaries import LAYER_IDS
-from data.config import ROOT, TargetConfig, as_json, quoted, stage, told_to_end, write_atomically
+from data.config import ROOT, TargetConfig, as_json, quoted, stage, write_atomically
 from data.manifest import Manifest
+from data.signals import told_to_end
 from launch.config import QuickstartConfig
 from launch.figure import draw, read_metrics
 from launch.processes import Family

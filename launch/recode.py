@@ -11,11 +11,9 @@ import shutil  # noqa: E402
 from dataclasses import dataclass, replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from data import vocab  # noqa: E402
-from data.boundaries import logits_cap, text_config  # noqa: E402
 from data.codecs import Codec, TeacherHead  # noqa: E402
 from data.config import TargetConfig, require, stage  # noqa: E402
 from data.embedded import ensure_target  # noqa: E402
@@ -23,7 +21,7 @@ from data.manifest import FILE, Manifest, mark_complete, read_index  # noqa: E40
 from data.schema import SPLITS, Provenance, Record, check_same  # noqa: E402
 from data.shards import ShardReader, ShardWriter  # noqa: E402
 from data.storage import local_folder  # noqa: E402
-from extract.capture import head_weight  # noqa: E402
+from extract.capture import teacher_head  # noqa: E402
 
 
 @dataclass
@@ -67,8 +65,7 @@ def main(config: RecodeConfig) -> dict:
             engine_version=found.engine_version,
         )
         check_same(found, expected, where=str(source))
-        device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        head = TeacherHead(head_weight(target), device=device, cap=logits_cap(text_config(target)))
+        head = teacher_head(target, device=config.device)
     recode(source, out, codec=codec, head=head, shard_bytes=config.shard_bytes)
     before, after = (sum(shard.bytes for shard in Manifest.load(folder).shards) for folder in (source, out))
     num_tokens = sum(shard.tokens for shard in Manifest.load(out).shards)

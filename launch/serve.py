@@ -16,10 +16,11 @@ import shlex
 import signal
 import time
 
-from data.config import TargetConfig, stage, told_to_end
+from data.config import TargetConfig, stage
 from data.embedded import ensure_target
 from data.schema import Record
 from data.shards import ShardReader
+from data.signals import told_to_end
 from data.storage import local_folder
 from extract.command import Capturing, Drafting, command, environment, install_plugin, installation
 from extract.probe import load_reference, probe_drafter

@@ -258,7 +258,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_temporary_one(tmp_path, monkeypa
 
 WAITS = """
 import os, signal, sys, time
-from data.config import told_to_end
+from data.signals import told_to_end
 with told_to_end("all of it is kept"):
     os.kill(os.getpid(), int(sys.argv[1]))
     print("goes on", flush=True)
@@ -267,7 +267,7 @@ with told_to_end("all of it is kept"):
 
 SWALLOWS = """
 import asyncio, os, signal
-from data.config import told_to_end
+from data.signals import told_to_end
 
 def callback():
     try:
@@ -297,7 +297,7 @@ def test_what_is_told_to_end_while_a_library_catches_everything_ends_all_the_sam
 
 TOO_LATE = """
 import asyncio, os, signal
-from data.config import told_to_end
+from data.signals import told_to_end
 with told_to_end("all of it is kept"):
     loop = asyncio.new_event_loop()
     loop.call_soon(lambda: (os.kill(os.getpid(), signal.SIGTERM), loop.stop()))

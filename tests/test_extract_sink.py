@@ -17,11 +17,11 @@ import torch
 from aiohttp import web
 
 from data.codecs import TeacherHead
-from data.config import told_to_end
 from data.manifest import Manifest, finished_ids
 from data.prompts import Prompt
 from data.schema import Provenance
 from data.shards import ShardReader
+from data.signals import told_to_end
 from data.storage import Uploader
 from extract import fetch, groups, sink, spool
 from extract.client import Client

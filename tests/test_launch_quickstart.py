@@ -14,7 +14,8 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from data.config import TargetConfig, told_to_end
+from data.config import TargetConfig
+from data.signals import told_to_end
 from launch.config import QuickstartConfig, StageOptions
 from launch.figure import draw, running_mean
 from launch.quickstart import EXAMPLES, plan, report, require_held_out, run, target_options

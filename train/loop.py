@@ -29,7 +29,6 @@ from train.unroll import TrainingTimeTest
 from train.writer import CheckpointWriter
 
 
-
 class Trainer:
     """One run. Every process makes one and calls `run`."""
 

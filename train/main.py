@@ -16,9 +16,10 @@ import torch
 from accelerate import Accelerator
 
 from data.boundaries import text_config
-from data.config import finished, fingerprint, stage, told_to_end
+from data.config import finished, fingerprint, stage
 from data.embedded import ensure_target
 from data.shards import ShardReader
+from data.signals import told_to_end
 from data.storage import local_folder
 from train.briefing import briefing
 from train.config import TrainConfig

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from data.locks import claim
+from data.signals import heard
 from train.config import TrainConfig
 
 
@@ -58,13 +59,12 @@ class Termination:
     number: int | None = None  # of the first signal
 
     def __enter__(self) -> Termination:
-        told = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        self.before = {n: signal.signal(n, self._note) for n in told if signal.getsignal(n) != signal.SIG_IGN}
+        self._heard = heard(self._note)
+        self._before = self._heard.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+    def __exit__(self, *error: Any) -> None:
+        self._heard.__exit__(*error)
 
     @property
     def asked(self) -> bool:
@@ -77,7 +77,7 @@ class Termination:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.asked and number == signal.SIGINT:
-            signal.signal(number, self.before[number])
+            signal.signal(number, self._before[number])
             signal.raise_signal(number)
         self.number = self.number or number
 
