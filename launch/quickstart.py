@@ -106,12 +106,12 @@ def run(name: str, command: list[str], *, position: int, of: int) -> None:
         started = ["-m", "accelerate.commands.launch", *command[2:]]
     else:
         started = command[1:]
-    stage = Family([sys.executable, *started])  # Ctrl-C comes to it from here
+    family = Family([sys.executable, *started])  # Ctrl-C comes to it from here
     try:
-        status = stage.wait()
+        status = family.wait()
     except BaseException:
-        stage.tell()  # extraction keeps its shards, training saves a checkpoint
-        stage.end(seconds=STOP_SECONDS)
+        family.tell()  # extraction keeps its shards, training saves a checkpoint
+        family.end(seconds=STOP_SECONDS)
         raise
     if status:
         raise ValueError(f"stage {name} ended with status {status}, see above; once that is mended, the same "

@@ -67,8 +67,9 @@ def main(config: RecodeConfig) -> dict:
         check_same(found, expected, where=str(source))
         head = teacher_head(target, device=config.device)
     recode(source, out, codec=codec, head=head, shard_bytes=config.shard_bytes)
-    before, after = (sum(shard.bytes for shard in Manifest.load(folder).shards) for folder in (source, out))
-    num_tokens = sum(shard.tokens for shard in Manifest.load(out).shards)
+    written = Manifest.load(out)
+    before, after = (sum(shard.bytes for shard in manifest.shards) for manifest in (Manifest.load(source), written))
+    num_tokens = sum(shard.tokens for shard in written.shards)
     if num_tokens == 0:
         raise ValueError(f"{source} has no records: nothing was recoded; the command that makes it continues there")
     return {
@@ -78,7 +79,7 @@ def main(config: RecodeConfig) -> dict:
         "bytes_per_token": round(after / num_tokens, 1),
         "share": round(after / before, 4),
         "line": f"{num_tokens} tokens as {codec.name} in {out}: {after / 1e9:.2f} GB, {100 * after / before:.1f} % of "
-        f"{found.codec}'s" + ("" if Manifest.load(out).complete else "; it is not complete, as its source is not"),
+        f"{found.codec}'s" + ("" if written.complete else "; it is not complete, as its source is not"),
     }
 
 
